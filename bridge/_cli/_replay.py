@@ -1,0 +1,207 @@
+"""``swa replay`` and ``swa demo``: options in, a replay, a report out."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from bridge._cli import _models
+from bridge._cli._console import print_json, stderr, stdout, usage_errors
+from bridge._cli._report import print_report
+from bridge._replay import Engine, Geometry, ReplayConfig, Runner, bundled_trace, read_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bridge._replay import Request
+
+DEFAULT_LAYOUT = "pages kv_heads block (kv dim)"
+DEFAULT_STEPS = 800
+BACKENDS = ("auto", "triton", "cpu", "interpret")
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, everything else on stderr.")]
+Plot = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE.png", dir_okay=False, help="Draw the replay into a file.")
+]
+
+
+def replay(
+    trace: Annotated[
+        Path | None,
+        typer.Argument(
+            help="CSV with TIMESTAMP, ContextTokens, GeneratedTokens (default: the bundled one)", show_default=False
+        ),
+    ] = None,
+    model: _models.Model = "step5",
+    tp: _models.Tp = 1,
+    steps: Annotated[int, typer.Option(metavar="N", min=0, help="Stop after N steps; 0: run it all.")] = DEFAULT_STEPS,
+    backend: Annotated[
+        str, typer.Option(metavar="NAME", help=f"One of {', '.join(BACKENDS)}; auto: triton with CUDA, else cpu.")
+    ] = "auto",
+    max_batch: Annotated[int, typer.Option(metavar="N", min=1, help="Most requests that run at once.")] = 16,
+    step_ms: Annotated[float, typer.Option(metavar="MS", help="Simulated time of a step.")] = 20.0,
+    speed: Annotated[float, typer.Option(metavar="X", help="Requests arrive X times faster.")] = 1.0,
+    layers: Annotated[int, typer.Option(metavar="N", min=1, help="Layers decoded a step.")] = 1,
+    layout: Annotated[str, typer.Option(metavar="AXES", help="Cache layout; layers are put in front if needed.")] = (
+        DEFAULT_LAYOUT
+    ),
+    block: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens in a page.")] = 64,
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="bfloat16, float16 or float32 (default: bfloat16; interpret: float16)."),
+    ] = None,
+    cache_dtype: Annotated[
+        str | None, typer.Option(metavar="NAME", help="As --dtype, or float8_e4m3fn, float8_e5m2, int8.")
+    ] = None,
+    k_scale: Annotated[float | None, typer.Option(help="Scale of stored keys, quantised caches only.")] = None,
+    v_scale: Annotated[float | None, typer.Option(help="Scale of stored values, quantised caches only.")] = None,
+    check_every: Annotated[int, typer.Option(metavar="N", min=0, help="Check every N steps; 0: never.")] = 10,
+    check_requests: Annotated[int, typer.Option(metavar="N", min=0, help="Requests compared in a checked step.")] = 2,
+    poison: Annotated[bool, typer.Option("--poison/--no-poison", help="Fill unused and freed pages with NaN.")] = False,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of data, accepted drafts and samples.")] = 0,
+    json: Json = False,
+    plot: Plot = None,
+    heads: _models.Heads = None,
+    kv_heads: _models.KvHeads = None,
+    k_dim: _models.KDim = None,
+    v_dim: _models.VDim = None,
+    window: _models.Window = None,
+    query_len: _models.QueryLen = None,
+    gate: _models.Gate = None,
+    sinks: _models.Sinks = None,
+    softcap: _models.Softcap = None,
+) -> None:
+    """Decode a request trace, step after step, and check sampled rows against float64."""
+    path = bundled_trace() if trace is None else trace
+    with usage_errors():
+        shape = _models.model_shape(
+            model,
+            tp,
+            heads=heads,
+            kv_heads=kv_heads,
+            k_dim=k_dim,
+            v_dim=v_dim,
+            window=window,
+            query_len=query_len,
+            gate=gate,
+            sinks=sinks,
+            softcap=softcap,
+        )
+        _check_plot(plot)
+        requests = read_trace(path)
+        backend = _prepare_backend(backend)
+        if dtype is None:
+            dtype = "float16" if backend == "interpret" else "bfloat16"
+        if backend == "interpret" and dtype == "bfloat16":
+            raise ValueError("--dtype bfloat16 is wrong in Triton's interpreter (its tl.dot): use float16 or float32")
+        config = ReplayConfig(
+            model=shape,
+            layers=layers,
+            layout=f"layers {layout}" if layers > 1 and "layers" not in layout.split() else layout,
+            block=block,
+            dtype=dtype,
+            cache_dtype=None if cache_dtype == dtype else cache_dtype,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            max_batch=max_batch,
+            max_steps=steps or None,
+            step_ms=step_ms,
+            speed=speed,
+            check_every=check_every,
+            check_requests=check_requests,
+            poison=poison,
+            seed=seed,
+        )
+        runner = make_runner(config, Geometry.of(requests, config), backend)
+    _run(requests, config, runner, path, json=json, plot=plot)
+
+
+def demo(json: Json = False, plot: Plot = None) -> None:
+    """Replay the bundled trace with every option at its default."""
+    replay(json=json, plot=plot)
+
+
+def make_runner(config: ReplayConfig, geometry: Geometry, backend: str) -> Runner:
+    """Return the runner of a backend; the place where other frameworks' runners will be chosen."""
+    from bridge._replay.torch_runner import TorchRunner
+
+    return TorchRunner(config, geometry, backend)
+
+
+def _run(
+    requests: Sequence[Request], config: ReplayConfig, runner: Runner, path: Path, *, json: bool, plot: Path | None
+) -> None:
+    engine = Engine(requests, config, runner)
+    _step_through(engine, config)
+    result = engine.result()
+    if plot is not None:
+        from bridge._cli._plot import draw_replay
+
+        draw_replay(result, plot)
+        stderr().print(f"plot written to {plot}")
+    if json:
+        print_json({"trace": str(path), **result.to_json()})
+    else:
+        print_report(result, path, stdout())
+    if not result.ok:
+        for check in [check for check in result.checks if not check.ok][:5]:
+            stderr().print(f"MISS at step {check.step}, request {check.request}, layer {check.layer}: {check.message}")
+        raise typer.Exit(1)
+
+
+def _step_through(engine: Engine, config: ReplayConfig) -> None:
+    """Run all steps under a progress bar on stderr."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("requests · {task.fields[state]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=stderr(), transient=True) as progress:
+        task = progress.add_task(f"replay {config.model.name}", total=engine.trace_requests, state="")
+        finished = 0
+        for record in engine.steps():
+            finished += record.finished
+            state = f"step {record.step + 1} · {record.requests} running · {record.queued} queued"
+            progress.update(task, completed=finished, state=state)
+
+
+def _prepare_backend(backend: str) -> str:
+    """Return the backend that serves, with what it needs in place.
+
+    Raises:
+        ValueError: no such backend, or torch is missing.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"--backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if find_spec("torch") is None:
+        raise ValueError("replay needs torch: pip install 'swa-decode[torch]'")
+    if backend == "interpret" and "triton" not in sys.modules:
+        # Triton looks at this once, when it is imported; nothing has imported it yet.
+        os.environ["TRITON_INTERPRET"] = "1"
+    if backend == "auto":
+        from bridge._replay.torch_runner import choose_backend
+
+        return choose_backend()
+    return backend
+
+
+def _check_plot(plot: Path | None) -> None:
+    """Refuse a plot that could not be written, before minutes of work.
+
+    Raises:
+        ValueError: matplotlib or the folder is missing.
+    """
+    if plot is None:
+        return
+    if find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install 'swa-decode[cli]'")
+    if not plot.parent.is_dir():
+        raise ValueError(f"--plot must name a file in an existing folder, got {plot}")

@@ -1,0 +1,97 @@
+"""What a framework has to do for a replay: hold a cache, append, decode, and show what it did.
+
+The engine speaks NumPy and page numbers only, so that PyTorch, JAX, or both in turn on one cache, are implementations
+of this one class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from swa_plan import DeviceProfile, Plan
+
+StepTimes = tuple[float, float]
+"""Microseconds of (append, attention) of one step, all layers together."""
+
+
+@dataclass(frozen=True)
+class RowsSeen:
+    """One request's share of the last step, on the host, in the dtypes of the device (ml_dtypes where NumPy has none).
+
+    Attributes:
+        query: ``[query_len, heads, k_dim]``.
+        gate: ``[query_len, heads]``, or None.
+        key: ``[query_len, kv_heads, k_dim]`` that was appended.
+        value: ``[query_len, kv_heads, v_dim]`` that was appended.
+        key_cache: ``[pages, block, kv_heads, k_dim]``, the pages asked for.
+        value_cache: ``[pages, block, kv_heads, v_dim]``.
+        out: ``[query_len, heads, v_dim]``.
+    """
+
+    query: np.ndarray
+    gate: np.ndarray | None
+    key: np.ndarray
+    value: np.ndarray
+    key_cache: np.ndarray
+    value_cache: np.ndarray
+    out: np.ndarray
+
+
+class Runner(Protocol):
+    """A cache and a decode step on some framework.
+
+    Attributes:
+        backend: what runs, such as ``triton`` or ``cpu``.
+        device: the device in words.
+        profile: the device for the roofline, or None where there is none to speak of.
+        options: keyword arguments of ``swa_decode`` on the host: sinks, k_scale and v_scale where used.
+    """
+
+    backend: str
+    device: str
+    profile: DeviceProfile | None
+    options: dict[str, Any]
+
+    def plan(self, bucket: int) -> Plan:
+        """Return the plan that serves a padded batch."""
+        ...
+
+    def set_table(self, rows: np.ndarray, entries: np.ndarray) -> None:
+        """Overwrite rows of the block table on the device with int32 ``[rows, max_blocks]``."""
+        ...
+
+    def prefill(self, slots: np.ndarray) -> None:
+        """Append random keys and values at int32 ``slots``, in every layer."""
+        ...
+
+    def poison(self, pages: np.ndarray) -> None:
+        """Fill freed pages with NaN (integers: their largest value), in every layer."""
+        ...
+
+    def step(self, slot_mapping: np.ndarray, seq_lens: np.ndarray) -> Callable[[], StepTimes]:
+        """Append ``query_len`` new tokens a request and decode their rows, layer after layer.
+
+        Args:
+            slot_mapping: int32 ``[bucket * query_len]``.
+            seq_lens: int32 ``[bucket]``.
+
+        Returns:
+            A function that tells how long it took; it may wait for the device.
+        """
+        ...
+
+    def rows_seen(self, row: int, pages: np.ndarray, layer: int) -> RowsSeen:
+        """Return what request ``row`` gave and got in the last step."""
+        ...
+
+    def padding_is_zero(self, requests: int) -> bool:
+        """Tell whether the last step wrote zeros to all rows after ``requests`` requests' rows."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until the device is done."""
+        ...

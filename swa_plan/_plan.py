@@ -1,0 +1,269 @@
+"""A plan: how one decode step is cut into programs, and the planner that chooses it.
+
+A program owns one kv head (or a tile of at most 64 of its query heads), ``pack`` consecutive rows of one request and
+one of ``splits`` chunks of that request's live keys. The planner is plain Python and never reads device data, so that
+it works in a graph capture and at trace time; both frameworks take their numbers from a ``Plan`` and nowhere else.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields, replace
+
+from swa_plan._checks import check_integer
+from swa_plan._device import DeviceProfile
+from swa_plan._problem import Problem
+from swa_plan._shapes import ceil_div, next_power_of_two
+from swa_plan._tiles import choose_tile
+
+KERNELS = ("portable", "hopper", "ops", "interpret")
+MAX_ROWS = 64
+"""Rows (packed query rows times heads) that one program takes: more do not fit in registers at head size 256."""
+
+MAX_SPLITS = 65535
+"""CUDA's limit for the second axis of a grid."""
+
+_ALIGNMENT = 256
+_INVARIANT_CHUNK = 128
+_INVARIANT_CHUNKS = 32
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one decode step runs. Frozen, hashable, made of integers and strings.
+
+    Attributes:
+        problem: the shape that this plan serves; any batch up to ``problem.max_requests``.
+        kernel: ``portable`` (Triton; Pallas lowered through Triton), ``hopper``, ``ops`` (plain framework operations)
+            or ``interpret`` (the portable kernel, interpreted on the CPU).
+        pack: consecutive rows of a request that one program takes.
+        splits: chunks that a request's live keys are cut into.
+        tile: keys that one step of a program's loop takes, a power of two.
+        warps: warps of a program.
+        stages: depth of the loop's software pipeline.
+        chunk: keys of a chunk cut at absolute multiples, for batch-invariant plans; 0 cuts each request's live range
+            evenly.
+        device: name of the device that the plan was made for.
+        text: the plan as JSON.
+    """
+
+    problem: Problem
+    kernel: str
+    pack: int
+    splits: int
+    tile: int
+    warps: int
+    stages: int
+    chunk: int = 0
+    device: str = ""
+    text: str = field(init=False, repr=False, compare=False, default="")
+
+    def __post_init__(self) -> None:
+        if self.kernel not in KERNELS:
+            raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {self.kernel!r}")
+        check_integer("splits", self.splits, minimum=1, maximum=MAX_SPLITS)
+        check_integer("pack", self.pack, minimum=1, maximum=self.problem.query_len)
+        group = self.problem.group
+        if self.pack > 1 and self.pack * group > MAX_ROWS:
+            raise ValueError(
+                f"pack * group must be at most {MAX_ROWS} (or pack 1), got pack={self.pack} and group={group}"
+            )
+        for name in ("tile", "warps"):
+            value = check_integer(name, getattr(self, name), minimum=1)
+            if value & (value - 1):
+                raise ValueError(f"{name} must be a power of two, got {value}")
+        check_integer("tile", self.tile, minimum=16)
+        check_integer("stages", self.stages, minimum=1)
+        check_integer("chunk", self.chunk, minimum=0)
+        if self.chunk % self.tile:
+            raise ValueError(f"chunk must be a multiple of tile, got chunk={self.chunk} and tile={self.tile}")
+        # Serialised once, so that a traced call finds its plan as a constant.
+        values = asdict(self)
+        del values["text"]
+        object.__setattr__(self, "text", json.dumps(values, sort_keys=True))
+
+    @classmethod
+    def from_splits(cls, problem: Problem, splits: int, pack: int = 1) -> Plan:
+        """Return a plan with ``splits`` and ``pack`` given, under the original kernel's rule.
+
+        Raises:
+            ValueError: ``query_len`` is not a multiple of ``pack``, or ``pack * group > 64`` with ``pack > 1``.
+        """
+        check_integer("splits", splits, minimum=1, maximum=MAX_SPLITS)
+        check_integer("pack", pack, minimum=1)
+        if problem.query_len % pack:
+            raise ValueError(f"query_len must be a multiple of pack, got query_len={problem.query_len} and pack={pack}")
+        tile = choose_tile(problem, pack, splits, DeviceProfile.named("h200"))
+        return cls(problem, "portable", pack, splits, *tile)
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a request's bits are independent of everything else in the batch."""
+        return self.chunk > 0
+
+    @property
+    def head_tiles(self) -> int:
+        """Programs that share one kv head's group where it has more than 64 heads."""
+        return ceil_div(self.problem.group, MAX_ROWS)
+
+    @property
+    def head_tile(self) -> int:
+        """Query heads of a group that one program takes."""
+        return ceil_div(self.problem.group, self.head_tiles)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a program's matrix products, padded to a power of two of at least 16."""
+        return max(16, next_power_of_two(self.pack * self.head_tile))
+
+    @property
+    def row_tiles(self) -> int:
+        """Programs that share one request's rows."""
+        return ceil_div(self.problem.query_len, self.pack)
+
+    def programs(self, requests: int) -> int:
+        """Return the programs of a batch, before splitting."""
+        return requests * self.row_tiles * self.problem.kv_heads * self.head_tiles
+
+    def workspace_layout(self, tokens: int) -> tuple[int, int]:
+        """Return ``(offset of the partial LSEs, total bytes)`` of the workspace for a batch of ``tokens`` rows.
+
+        The workspace holds fp32 partials ``[tokens, splits, heads, v_dim]``, then their fp32 base-2 LSEs
+        ``[tokens, splits, heads]``; it is empty where ``splits`` is 1.
+        """
+        if self.splits == 1:
+            return 0, 0
+        rows = tokens * self.splits * self.problem.heads
+        partials = ceil_div(rows * self.problem.v_dim * 4, _ALIGNMENT) * _ALIGNMENT
+        return partials, partials + rows * 4
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of workspace that serve every batch of this plan."""
+        assert self.problem.max_tokens is not None
+        return self.workspace_layout(self.problem.max_tokens)[1]
+
+    def check_serves(self, problem: Problem) -> None:
+        """Check that this plan serves a call of shape ``problem``.
+
+        Raises:
+            ValueError: naming the first field that does not fit.
+        """
+        mine = self.problem
+        for one in fields(Problem):
+            planned, called = getattr(mine, one.name), getattr(problem, one.name)
+            if one.name in ("max_requests", "max_blocks", "max_tokens"):
+                if called > planned:
+                    raise ValueError(f"plan was made for {one.name} up to {planned}, got {called}")
+            elif planned != called:
+                raise ValueError(f"plan was made for {one.name}={planned!r}, got {called!r}")
+
+    def to_json(self) -> str:
+        """Return the plan as one JSON object."""
+        return self.text
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Return the plan that ``to_json`` wrote.
+
+        Raises:
+            ValueError: ``text`` is not such an object.
+        """
+        try:
+            values = json.loads(text)
+            return cls(**{**values, "problem": Problem(**values["problem"])})
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"text must be a plan as to_json writes it, got {text[:80]!r} ({error})") from error
+
+    def explain(self) -> str:
+        """Return a few lines that say what this plan does and why."""
+        problem = self.problem
+        requests = problem.max_requests
+        keys = problem.nominal_keys
+        lines = [
+            f"kernel {self.kernel} on {self.device or 'any device'}",
+            f"{problem.heads} query heads over {problem.kv_heads} kv heads (group {problem.group}), head size "
+            f"{problem.k_dim}/{problem.v_dim}, window {problem.window}, {problem.query_len} row(s) a request",
+            f"pack {self.pack}: a program takes {self.pack} row(s) x {self.head_tile} heads "
+            f"= {self.pack * self.head_tile} of {self.rows} matrix rows",
+            f"splits {self.splits}: {keys} live keys at most, "
+            + (
+                f"chunks of {self.chunk} keys cut at absolute positions (batch-invariant)"
+                if self.batch_invariant
+                else f"about {ceil_div(ceil_div(keys, self.tile), self.splits) * self.tile} keys a program"
+            ),
+            f"tile {self.tile} keys, {self.warps} warps, {self.stages} stages",
+            f"{self.programs(requests)} x {self.splits} programs at {requests} requests, "
+            f"{self.workspace_bytes} bytes of workspace",
+            f"reads {requests * min(keys, problem.capacity) * problem.key_bytes} bytes of keys and values at most",
+        ]
+        return "\n".join(lines)
+
+
+def plan(problem: Problem, device: DeviceProfile, *, kernel: str | None = None, batch_invariant: bool = False) -> Plan:
+    """Choose a plan from shapes alone.
+
+    Args:
+        problem: the step's shape.
+        device: what the step runs on.
+        kernel: ``portable``, ``ops`` or ``interpret``; None takes ``portable`` on a GPU and ``ops`` on a CPU.
+        batch_invariant: choose from (row bound, heads, dims, dtype, window, table width) alone, so that a request's
+            bits do not depend on the batch it is in.
+
+    Returns:
+        The plan. Algorithm: split-KV decoding (Dao et al., "Flash-Decoding", 2023), splitting the live window only.
+
+    Raises:
+        ValueError: no such kernel for this device.
+    """
+    if kernel is None:
+        kernel = "portable" if device.capability else "ops"
+    if kernel == "portable" and not device.capability:
+        raise ValueError(f"kernel 'portable' needs a GPU, got device {device.name!r}")
+    if kernel == "hopper":
+        raise ValueError("kernel must be 'portable', 'ops' or 'interpret' in this version, got 'hopper'")
+    profile = device if device.capability else DeviceProfile.named("h200")
+    if batch_invariant:
+        return _invariant_plan(problem, profile, kernel, device.name)
+    pack = _choose_pack(problem, profile)
+    splits = _choose_splits(problem, pack, profile)
+    return Plan(problem, kernel, pack, splits, *choose_tile(problem, pack, splits, profile), device=device.name)
+
+
+def _choose_pack(problem: Problem, device: DeviceProfile) -> int:
+    """Pack rows so that overlapping windows are read once, unless the GPU would be left idle."""
+    most = min(problem.query_len, max(1, MAX_ROWS // problem.group))
+    if most == 1:
+        return 1
+    row_tiles = ceil_div(problem.query_len, most)
+    balanced = ceil_div(problem.query_len, row_tiles)
+    return balanced if problem.max_requests * row_tiles * problem.kv_heads * 8 >= device.num_sms else 1
+
+
+def _choose_splits(problem: Problem, pack: int, device: DeviceProfile) -> int:
+    """Split until the programs fill the GPU, keeping at least two small tiles a chunk and an even cut."""
+    programs = problem.max_requests * ceil_div(problem.query_len, pack) * problem.kv_heads
+    programs *= ceil_div(problem.group, MAX_ROWS)
+    tiles = max(1, ceil_div(problem.row_keys + pack - 1, 32))
+    splits = 1
+    while splits * 2 <= tiles // 2 and splits < 64 and programs * splits * 2 <= 4 * device.num_sms:
+        splits *= 2
+    return splits
+
+
+def _invariant_plan(problem: Problem, device: DeviceProfile, kernel: str, device_name: str) -> Plan:
+    """Plan from a request's own shape, with chunks at absolute positions.
+
+    A row's chunks are then the same whatever its neighbours, ``query_len`` and ``pack``; packing never widens the
+    padded matrix, because a wider one may sum in another order.
+    """
+    single = replace(problem, max_requests=1, query_len=1, max_tokens=None, ragged=False)
+    rows = Plan(single, kernel, 1, 1, 16, 1, 1).rows
+    pack = min(problem.query_len, max(1, min(rows, MAX_ROWS) // problem.group))
+    tile = choose_tile(single, 1, 1, device, invariant=True)
+    chunk = max(_INVARIANT_CHUNK, ceil_div(problem.row_keys, _INVARIANT_CHUNKS))
+    chunk = ceil_div(chunk, tile.keys) * tile.keys
+    whole_table = max(1, ceil_div(problem.capacity, chunk))
+    touched = (problem.row_keys + pack - 3) // chunk + 2
+    splits = min(whole_table, max(2, touched))
+    return Plan(problem, kernel, pack, splits, *tile, chunk=chunk, device=device_name)

@@ -1,0 +1,229 @@
+"""The public decode calls: check everything, then hand one operator checked tensors."""
+
+from __future__ import annotations
+
+import torch
+
+from swa_plan import Plan
+from swa_plan._checks import check_integer, check_window
+from swa_torch import _op  # noqa: F401  (defines the operators)
+from swa_torch._cache import Cache, as_paged_cache
+from swa_torch._device import refuse_interpreted_bfloat16
+from swa_torch._inputs import check_inputs
+from swa_torch._planning import problem_of, resolve_plan
+from swa_torch._validate import (
+    check_head_options,
+    check_no_gradients,
+    check_out,
+    check_out_dtype,
+    check_query_and_cache,
+    check_real,
+    check_rows,
+    check_scale,
+    check_softcap,
+    check_workspace,
+)
+
+
+def swa_decode(
+    query: torch.Tensor,
+    cache: Cache,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    window: int | None,
+    gate: torch.Tensor | None = None,
+    scale: float | None = None,
+    query_len: int = 1,
+    cu_query_lens: torch.Tensor | None = None,
+    kv_start: torch.Tensor | None = None,
+    kv_end: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
+    layer: int | None = None,
+    return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    plan: Plan | None = None,
+    backend: str | None = None,
+    batch_invariant: bool = False,
+    validate: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Sliding-window grouped-query decode attention over a paged KV cache.
+
+    Row ``i`` of request ``r`` sits at position ``p = seq_lens[r] - rows + i`` and sees keys ``max(0, p - window + 1)
+    .. p``::
+
+        logits = softcap * tanh(scale * k_scale * <query, key> / softcap)      # softcap only if given
+        out    = softmax([logits, sink])[:-1] @ (value * v_scale)              # sink only if given
+        out    = round(out) * round(sigmoid(gate))                             # gate only if given
+
+    Logits, softmax and sums are fp32; products are taken in the query's dtype. A row that sees nothing is zero, with
+    an LSE of ``-inf``. Only visible slots of the cache reach the result. A visible key whose page id is outside ``[0,
+    pages)``, or whose position is beyond the table, makes the rows that see it NaN. Algorithm: split-KV decoding
+    ("Flash-Decoding", Dao et al., 2023) with the online softmax (Milakov and Gimelshein, 2018).
+
+    Args:
+        query: ``[tokens, heads, k_dim]``, bf16, fp16 or fp32; any strides with a last stride of 1.
+        cache: a ``PagedCache``, or ``(key_cache, value_cache)``, each ``[pages, block, kv_heads, dim]``.
+        block_table: ``[requests, max_blocks]``, int32 or int64: page of each ``block`` positions of a request.
+        seq_lens: ``[requests]``, int32 or int64: keys of each request, its newest query rows included; negative
+            counts as 0.
+        window: keys a row sees, its own position included; None for full causal attention.
+        gate: ``[tokens, heads]`` logits of a sigmoid gate, any strides.
+        scale: factor of the logits; None means ``k_dim ** -0.5``.
+        query_len: rows of each request, or their upper bound with ``cu_query_lens``.
+        cu_query_lens: ``[requests + 1]``, cumulative rows on the device, never read by the host. Rows at or after the
+            last are padding; a request with more rows than ``query_len`` gets NaN rows.
+        kv_start: ``[requests]``: only keys at positions ``>= kv_start`` are visible.
+        kv_end: ``[requests]``: only keys at positions ``< kv_end`` are visible.
+        sinks: ``[heads]``: one extra logit per head in the denominator, never capped or scaled.
+        softcap: positive cap of the logits.
+        k_scale: a stored key means ``stored * k_scale``; a number, or fp32 of shape ``[]`` or ``[kv_heads]`` read on
+            the device. Required for quantised caches (fp8 e4m3fn/e5m2, int8).
+        v_scale: the same for values.
+        layer: layer of a cache with a ``layers`` axis.
+        return_lse: whether to return the LSE too.
+        out_dtype: output dtype; None means the query's.
+        out: ``[tokens, heads, v_dim]`` to write into, overlapping no input.
+        workspace: at least ``plan.workspace_bytes`` of uint8, 256-byte aligned, free again once the call has run.
+        plan: a plan from ``plan_for``; None plans from the shapes.
+        backend: ``triton`` (CUDA), ``cpu`` or ``interpret``; None takes the device's own.
+        batch_invariant: make each request's bits independent of batch size, neighbours, position, padding and
+            ``query_len``.
+        validate: check the data too (synchronises); not while compiling or capturing.
+
+    Returns:
+        ``out``, or ``(out, lse)`` with ``lse`` fp32 ``[tokens, heads]``: natural-log log-sum-exp of the logits after
+        scale and softcap, sinks included, before the gate.
+
+    Raises:
+        TypeError: kinds or dtypes.
+        ValueError: shapes, ranges, strides, devices, a plan for another problem, or invalid data with ``validate``.
+        NotImplementedError: an input requires gradients, or the hardware is not supported.
+        RuntimeError: Triton is needed and missing.
+    """
+    paged = as_paged_cache(cache)
+    key_cache, value_cache = paged.views(layer)
+    return _decode(
+        query, key_cache, value_cache, block_table, seq_lens,
+        window=window, gate=gate, scale=scale, query_len=query_len, cu_query_lens=cu_query_lens, kv_start=kv_start,
+        kv_end=kv_end, sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse,
+        out_dtype=out_dtype, out=out, workspace=workspace, plan=plan, backend=backend, batch_invariant=batch_invariant,
+        validate=validate,
+    )  # fmt: skip
+
+
+def swa_decode_gated(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    gate: torch.Tensor,
+    output: torch.Tensor,
+    *,
+    scale: float,
+    window: int,
+    query_len: int,
+    splits: int,
+    pack: int = 1,
+) -> None:
+    """Gated decode with the original kernel's signature: splits and packing are the caller's, ``output`` is written.
+
+    Args:
+        query: ``[tokens, heads, k_dim]``, ``tokens == requests * query_len``.
+        key_cache: ``[pages, block, kv_heads, k_dim]`` view.
+        value_cache: ``[pages, block, kv_heads, v_dim]`` view.
+        block_table: ``[requests, max_blocks]``, int32 or int64.
+        seq_lens: ``[requests]``, int32 or int64, the query rows included.
+        gate: ``[tokens, heads]`` logits.
+        output: ``[tokens, heads, v_dim]`` in the query's dtype.
+        scale: factor of the logits.
+        window: keys a row sees, its own included.
+        query_len: rows of each request, a multiple of ``pack``.
+        splits: chunks of the window, at least 1; see ``swa_decode_plan``.
+        pack: rows that one program takes, ``pack * group <= 64`` (1: any group).
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: as ``swa_decode``.
+    """
+    check_integer("splits", splits, minimum=1)
+    check_integer("pack", pack, minimum=1)
+    _decode(
+        query, key_cache, value_cache, block_table, seq_lens,
+        window=window, gate=gate, scale=scale, query_len=query_len, out=output, plan=(splits, pack),
+        out_dtype=query.dtype if isinstance(query, torch.Tensor) else None,
+    )  # fmt: skip
+
+
+def _decode(
+    query, key_cache, value_cache, block_table, seq_lens, *, window, gate=None, scale=None, query_len=1,
+    cu_query_lens=None, kv_start=None, kv_end=None, sinks=None, softcap=None, k_scale=None, v_scale=None,
+    return_lse=False, out_dtype=None, out=None, workspace=None, plan=None, backend=None, batch_invariant=False,
+    validate=False,
+):  # fmt: skip
+    """Check and run; ``plan`` is a ``Plan``, a ``(splits, pack)`` pair or None.
+
+    While ``torch.compile`` traces, the operator's fake kernel checks the shapes instead, and the operator plans for the
+    sizes of the run.
+    """
+    check_no_gradients(query=query, gate=gate, sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out)
+    check_window(window)
+    traced = torch.compiler.is_compiling()
+    if not traced:
+        check_query_and_cache(query, key_cache, value_cache)
+        check_rows(
+            query, block_table, seq_lens,
+            query_len=query_len, cu_query_lens=cu_query_lens, kv_start=kv_start, kv_end=kv_end,
+        )  # fmt: skip
+        check_head_options(query, gate, sinks)
+    cap = check_softcap(softcap)
+    factor = query.shape[2] ** -0.5 if scale is None else check_real("scale", scale)
+    k_tensor, k_number = check_scale("k_scale", k_scale, key_cache, like=query)
+    v_tensor, v_number = check_scale("v_scale", v_scale, value_cache, like=query)
+    dtype = check_out_dtype(out_dtype, query, out)
+    shape = (query.shape[0], query.shape[1], value_cache.shape[3])
+    if validate and (traced or (query.is_cuda and torch.cuda.is_current_stream_capturing())):
+        raise ValueError(
+            "validate must be False while compiling or capturing a graph, because it reads device data; "
+            "call check_inputs(...) before, got validate=True"
+        )
+    text = "" if plan is None else plan.text if isinstance(plan, Plan) else f"{plan[0]} {plan[1]}"
+    if not traced:
+        problem = problem_of(
+            query, key_cache, value_cache, block_table,
+            window=window, query_len=query_len, ragged=cu_query_lens is not None,
+        )  # fmt: skip
+        chosen = resolve_plan(problem, query.device, plan, backend, batch_invariant)
+        text = chosen.text
+        if chosen.kernel == "interpret":
+            refuse_interpreted_bfloat16(query=query, gate=gate, out=query.new_empty(0, dtype=dtype))
+        if workspace is not None:
+            check_workspace(workspace, chosen.workspace_layout(query.shape[0])[1], like=query)
+        if out is not None:
+            inputs = {
+                "query": query, "key_cache": key_cache, "value_cache": value_cache, "block_table": block_table,
+                "seq_lens": seq_lens, "gate": gate, "cu_query_lens": cu_query_lens, "kv_start": kv_start,
+                "kv_end": kv_end, "sinks": sinks, "k_scale": k_tensor, "v_scale": v_tensor, "workspace": workspace,
+            }  # fmt: skip
+            check_out(out, shape, dtype, inputs, like=query)
+        if validate:
+            check_inputs(
+                (key_cache, value_cache), block_table, seq_lens, window=window, query_len=query_len,
+                cu_query_lens=cu_query_lens, kv_start=kv_start, kv_end=kv_end, tokens=query.shape[0],
+            )  # fmt: skip
+    output = query.new_empty(shape, dtype=dtype) if out is None else out
+    arguments = (
+        query, key_cache, value_cache, block_table, seq_lens, gate, cu_query_lens, kv_start, kv_end, sinks, k_tensor,
+        v_tensor, factor, k_number, v_number, cap, window, query_len, text, backend, batch_invariant, return_lse,
+        output,
+    )  # fmt: skip
+    if workspace is None:
+        lse = torch.ops.swa_torch.decode(*arguments)
+    else:
+        lse = torch.ops.swa_torch.decode_with_workspace(*arguments, workspace)
+    return (output, lse) if return_lse else output

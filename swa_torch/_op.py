@@ -1,0 +1,146 @@
+"""The ``torch.library`` operators: what ``torch.compile``, export and fake tensors see.
+
+Only outputs carry a mutation mark. Plans travel as JSON text. An empty text, or just ``"splits pack"``, lets the
+operator plan from the shapes that it meets at run time, so that a call traced with symbolic sizes is planned for its
+real ones.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from swa_plan import CacheLayout
+from swa_torch import _ops
+from swa_torch._cache import layer_views
+from swa_torch._call import DecodeCall
+from swa_torch._device import interpreter_is_on
+from swa_torch._planning import parse_plan, problem_of, resolve_plan
+from swa_torch._validate import check_head_options, check_out, check_query_and_cache, check_rows
+
+_DECODE_INPUTS = (
+    "Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens, Tensor? gate, "
+    "Tensor? cu_query_lens, Tensor? kv_start, Tensor? kv_end, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, "
+    "float scale, float k_scale_number, float v_scale_number, float? softcap, int? window, int query_len, "
+    "str plan, str? backend, bool batch_invariant, bool return_lse, Tensor(a!) output"
+)
+
+library = torch.library.Library("swa_torch", "DEF")
+library.define(f"decode({_DECODE_INPUTS}) -> Tensor")
+library.define(f"decode_with_workspace({_DECODE_INPUTS}, Tensor(b!) workspace) -> Tensor")
+library.define(
+    "append(Tensor(a!) key_base, Tensor(b!)? value_base, str layout, int k_dim, int v_dim, int? layer, Tensor key, "
+    "Tensor value, Tensor slot_mapping, Tensor? k_scale, Tensor? v_scale, float? k_scale_number, float? v_scale_number"
+    ") -> ()"
+)
+library.define("merge_states(Tensor outs, Tensor lses, Tensor? sinks, Tensor? gate, Tensor(a!) output) -> Tensor")
+
+
+def decode_with_workspace(
+    query, key_cache, value_cache, block_table, seq_lens, gate, cu_query_lens, kv_start, kv_end, sinks, k_scale,
+    v_scale, scale, k_scale_number, v_scale_number, softcap, window, query_len, plan, backend, batch_invariant,
+    return_lse, output, workspace=None,
+):  # fmt: skip
+    """Run a checked call; return its LSE ``[tokens, heads]``, or an empty tensor where none was asked for."""
+    if plan.startswith("{"):
+        chosen = parse_plan(plan)
+    else:
+        splits, _, pack = plan.partition(" ")
+        splits_and_pack = (int(splits), int(pack)) if plan else None
+        problem = problem_of(
+            query, key_cache, value_cache, block_table,
+            window=window, query_len=query_len, ragged=cu_query_lens is not None,
+        )  # fmt: skip
+        chosen = resolve_plan(problem, query.device, splits_and_pack, backend, batch_invariant)
+    lse = query.new_empty(query.shape[:2] if return_lse else (0,), dtype=torch.float32)
+    call = DecodeCall(
+        query, key_cache, value_cache, block_table, seq_lens, gate, cu_query_lens, kv_start, kv_end, sinks, k_scale,
+        v_scale, scale, k_scale_number, v_scale_number, softcap, output, lse if return_lse else None, workspace, chosen,
+    )  # fmt: skip
+    if chosen.kernel == "ops":
+        _ops.decode(call)
+    else:
+        from swa_torch._triton import _launch
+
+        _launch.decode(call)
+    return lse
+
+
+def decode(*arguments):
+    """Run a checked call that takes its scratch memory from the current allocator."""
+    return decode_with_workspace(*arguments)
+
+
+def decode_fake(
+    query, key_cache, value_cache, block_table, seq_lens, gate, cu_query_lens, kv_start, kv_end, sinks, k_scale,
+    v_scale, scale, k_scale_number, v_scale_number, softcap, window, query_len, plan, backend, batch_invariant,
+    return_lse, output, workspace=None,
+):  # fmt: skip
+    """Check shapes and dtypes while tracing; the operator itself only meets checked calls."""
+    check_query_and_cache(query, key_cache, value_cache)
+    check_rows(
+        query, block_table, seq_lens,
+        query_len=query_len, cu_query_lens=cu_query_lens, kv_start=kv_start, kv_end=kv_end,
+    )  # fmt: skip
+    check_head_options(query, gate, sinks)
+    shape = (query.shape[0], query.shape[1], value_cache.shape[3])
+    check_out(output, shape, output.dtype, {}, like=query)
+    return query.new_empty(query.shape[:2] if return_lse else (0,), dtype=torch.float32)
+
+
+def append(
+    key_base, value_base, layout, k_dim, v_dim, layer, key, value, slot_mapping, k_scale, v_scale, k_scale_number,
+    v_scale_number,
+) -> None:  # fmt: skip
+    """Write checked rows of keys and values into the base(s)."""
+    bases = (key_base,) if value_base is None else (key_base, value_base)
+    key_cache, value_cache = layer_views(bases, CacheLayout.parse(layout), k_dim, v_dim, layer)
+    if key.device.type == "cpu" and not interpreter_is_on():
+        k_divisor = None if k_scale_number is None else (k_scale_number if k_scale is None else k_scale)
+        v_divisor = None if v_scale_number is None else (v_scale_number if v_scale is None else v_scale)
+        _ops.append(key, value, key_cache, value_cache, slot_mapping, k_divisor, v_divisor)
+        return
+    from swa_torch._triton import _launch
+
+    if _launch.readable(key_cache, key.device) is not key_cache:
+        # This chip cannot convert to fp8 e4m3 in a kernel; torch can, and the kernel then copies bytes.
+        key = _ops.quantise(key, k_scale_number if k_scale is None else k_scale, key_cache.dtype).view(torch.uint8)
+        value = _ops.quantise(value, v_scale_number if v_scale is None else v_scale, value_cache.dtype).view(
+            torch.uint8
+        )
+        key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
+        k_scale = v_scale = k_scale_number = v_scale_number = None
+    _launch.append(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, k_scale_number, v_scale_number)
+
+
+def append_fake(*arguments) -> None:
+    """Append returns nothing."""
+
+
+def merge_states(outs, lses, sinks, gate, output):
+    """Merge checked partial attentions; return the merged LSE."""
+    lse = outs.new_empty(outs.shape[1:3], dtype=torch.float32)
+    if not outs.shape[1]:
+        return lse
+    if outs.device.type == "cpu" and not interpreter_is_on():
+        _ops.merge(outs, lses, sinks, gate, output, lse)
+    else:
+        from swa_torch._triton import _launch
+
+        _launch.merge(outs, lses, sinks, gate, output, lse)
+    return lse
+
+
+def merge_states_fake(outs, lses, sinks, gate, output):
+    """Return the shape of the merged LSE."""
+    return outs.new_empty(outs.shape[1:3], dtype=torch.float32)
+
+
+for name, run, fake in (
+    ("decode", decode, decode_fake),
+    ("decode_with_workspace", decode_with_workspace, decode_fake),
+    ("append", append, append_fake),
+    ("merge_states", merge_states, merge_states_fake),
+):
+    library.impl(name, run, "CPU")
+    library.impl(name, run, "CUDA")
+    torch.library.register_fake(f"swa_torch::{name}", fake, lib=library)

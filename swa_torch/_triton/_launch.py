@@ -1,0 +1,177 @@
+"""Host side of the Triton kernels: tensors and a plan in, launches out. Nothing is checked here and nothing
+synchronises."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from swa_plan._shapes import head_pieces, next_power_of_two
+from swa_torch._call import DecodeCall
+from swa_torch._device import device_profile, interpreter_is_on
+from swa_torch._triton._append import swa_append
+from swa_torch._triton._combine import swa_decode_combine
+from swa_torch._triton._split import swa_decode_split
+
+PDL_CAPABILITY = 90
+"""Programmatic dependent launch exists from sm_90 on."""
+
+E4M3_CAPABILITY = 89
+"""Chips before sm_89 cannot convert fp8 e4m3; there the kernels take its bits as uint8."""
+
+QUANTISED_LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
+
+
+def device_guard(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Make ``device`` current for a launch, which Triton does not do itself."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def launch_options(device: torch.device) -> tuple[bool, dict[str, Any]]:
+    """Return ``(use_pdl, options for a launch)``."""
+    if interpreter_is_on():
+        return False, {}
+    use_pdl = device_profile(device).capability >= PDL_CAPABILITY
+    # Rounding must not depend on a Triton release's default.
+    options: dict[str, Any] = {"enable_fp_fusion": True}
+    if use_pdl:
+        options["launch_pdl"] = True
+    return use_pdl, options
+
+
+def readable(cache: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a cache as the kernels can read it on this chip."""
+    if cache.dtype == torch.float8_e4m3fn and device.type == "cuda":
+        if device_profile(device).capability < E4M3_CAPABILITY:
+            return cache.view(torch.uint8)
+    return cache
+
+
+def decode(call: DecodeCall) -> None:
+    """Run split and, with more than one split, combine."""
+    plan, problem = call.plan, call.plan.problem
+    tokens, heads, v_dim = call.output.shape
+    requests, max_blocks = call.block_table.shape
+    if not tokens:
+        return
+    if not requests:
+        call.output.zero_()
+        if call.lse is not None:
+            call.lse.fill_(-torch.inf)
+        return
+    device = call.query.device
+    key_cache, value_cache = readable(call.key_cache, device), readable(call.value_cache, device)
+    use_pdl, options = launch_options(device)
+    partial, partial_lse = partials(call, tokens, heads, v_dim)
+    k_piece, k_pieces = head_pieces(problem.k_dim)
+    v_piece, v_pieces = head_pieces(problem.v_dim)
+    with device_guard(device):
+        swa_decode_split[(plan.programs(requests), plan.splits)](
+            call.query, key_cache, value_cache, call.block_table, call.seq_lens, call.cu_query_lens,
+            call.kv_start, call.kv_end, call.k_scale, call.v_scale, call.sinks, call.gate,
+            call.output, call.lse, partial, partial_lse,
+            call.scale * call.k_scale_number, call.v_scale_number, call.softcap,
+            requests, tokens, key_cache.shape[0], max_blocks, call.block_table.stride(0), *gate_strides(call.gate),
+            Q_TOKEN=call.query.stride(0), Q_HEAD=call.query.stride(1),
+            K_PAGE=key_cache.stride(0), K_SLOT=key_cache.stride(1), K_HEAD=key_cache.stride(2),
+            V_PAGE=value_cache.stride(0), V_SLOT=value_cache.stride(1), V_HEAD=value_cache.stride(2),
+            OUT_TOKEN=call.output.stride(0), OUT_HEAD=call.output.stride(1),
+            KV_HEADS=problem.kv_heads, GROUP=problem.group, HEAD_TILE=plan.head_tile, HEAD_TILES=plan.head_tiles,
+            QUERY_LEN=problem.query_len, PACK=plan.pack, ROW_TILES=plan.row_tiles,
+            BLOCK=problem.block, WINDOW=problem.window if within_reach(problem.window) else None,
+            SPLITS=plan.splits, CHUNK=plan.chunk,
+            K_DIM=problem.k_dim, K_PIECE=k_piece, K_PIECES=k_pieces,
+            V_DIM=problem.v_dim, V_PIECE=v_piece, V_PIECES=v_pieces,
+            K_SCALE_STEP=scale_step(call.k_scale), V_SCALE_STEP=scale_step(call.v_scale),
+            BLOCK_M=plan.rows, BLOCK_N=plan.tile, STAGES=plan.stages, USE_PDL=use_pdl,
+            num_warps=plan.warps, **options,
+        )  # fmt: skip
+        if plan.splits > 1:
+            steps = (heads * v_dim, plan.splits * heads * v_dim, v_dim, heads, plan.splits * heads, 1)
+            launch_combine(
+                partial, partial_lse, call.sinks, call.gate, call.output, call.lse, steps, plan.splits,
+                natural=False, use_pdl=use_pdl, options=options,
+            )  # fmt: skip
+
+
+def merge(
+    outs: torch.Tensor, lses: torch.Tensor, sinks: torch.Tensor | None, gate: torch.Tensor | None, output: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:  # fmt: skip
+    """Merge ``[parts, tokens, heads, v_dim]`` with natural LSEs ``[parts, tokens, heads]``."""
+    use_pdl, options = launch_options(output.device)
+    with device_guard(output.device):
+        launch_combine(
+            outs, lses, sinks, gate, output, lse, (*outs.stride()[:3], *lses.stride()), outs.shape[0],
+            natural=True, use_pdl=use_pdl, options=options,
+        )  # fmt: skip
+
+
+def launch_combine(partial, partial_lse, sinks, gate, output, lse, steps, parts, *, natural, use_pdl, options) -> None:
+    """Launch the combine kernel; ``steps`` are part, token and head steps of the partials, then of their LSEs."""
+    tokens, heads, v_dim = output.shape
+    v_piece, v_pieces = head_pieces(v_dim)
+    swa_decode_combine[(tokens, heads)](
+        partial, partial_lse, sinks, gate, output, lse, *steps, *gate_strides(gate),
+        OUT_TOKEN=output.stride(0), OUT_HEAD=output.stride(1), HEADS=heads, PARTS=parts,
+        V_DIM=v_dim, V_PIECE=v_piece, V_PIECES=v_pieces,
+        ALIGNED=all(step % 16 == 0 for step in steps[:3]), NATURAL=natural, USE_PDL=use_pdl, num_warps=1, **options,
+    )  # fmt: skip
+
+
+def append(
+    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slot_mapping:
+    torch.Tensor,
+    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, k_scale_number: float | None, v_scale_number: float |
+    None,
+) -> None:  # fmt: skip
+    """Write rows of keys and values into their slots; scale numbers are None where nothing is divided."""
+    rows = min(slot_mapping.shape[0], key.shape[0])
+    pages, block, kv_heads, k_dim = key_cache.shape
+    if not rows or not pages:
+        return
+    device = key.device
+    use_pdl, options = launch_options(device)
+    limit = None
+    if k_scale_number is not None:
+        limit = QUANTISED_LIMITS.get(key_cache.dtype) or torch.finfo(key_cache.dtype).max
+    with device_guard(device):
+        swa_append[(rows, kv_heads)](
+            key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, k_scale_number, v_scale_number,
+            pages * block, *key.stride()[:2], *value.stride()[:2],
+            K_PAGE=key_cache.stride(0), K_SLOT=key_cache.stride(1), K_HEAD=key_cache.stride(2),
+            V_PAGE=value_cache.stride(0), V_SLOT=value_cache.stride(1), V_HEAD=value_cache.stride(2),
+            BLOCK=block, K_DIM=k_dim, K_WIDTH=next_power_of_two(k_dim),
+            V_DIM=value_cache.shape[3], V_WIDTH=next_power_of_two(value_cache.shape[3]),
+            K_SCALE_STEP=scale_step(k_scale), V_SCALE_STEP=scale_step(v_scale), LIMIT=limit, USE_PDL=use_pdl,
+            num_warps=1, **options,
+        )  # fmt: skip
+
+
+def partials(call: DecodeCall, tokens: int, heads: int, v_dim: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the fp32 partials and their LSEs, in the caller's workspace or in fresh memory."""
+    plan = call.plan
+    if plan.splits == 1:
+        return None, None
+    offset, needed = plan.workspace_layout(tokens)
+    workspace = call.workspace
+    if workspace is None:
+        workspace = torch.empty(needed, dtype=torch.uint8, device=call.query.device)
+    return workspace[:offset].view(torch.float32), workspace[offset:needed].view(torch.float32)
+
+
+def gate_strides(gate: torch.Tensor | None) -> tuple[int, int]:
+    """Return the gate's strides; zeros without one."""
+    return (0, 0) if gate is None else (gate.stride(0), gate.stride(1))
+
+
+def scale_step(scale: torch.Tensor | None) -> int:
+    """Return how far apart the kv heads' scales are: 0 for a scalar."""
+    return 0 if scale is None or scale.ndim == 0 else scale.stride(0)
+
+
+def within_reach(window: int | None) -> bool:
+    """Whether a window can ever leave a key out: positions stay below 2**30."""
+    return window is not None and window < 1 << 30

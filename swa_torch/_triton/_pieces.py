@@ -1,0 +1,171 @@
+"""Arithmetic that the kernels share: head-dim pieces, one online-softmax step, sink, gate and rounding.
+
+A head size is handled as equal power-of-two pieces (``swa_plan`` chooses them), held as tuples, so that 192 = 3 x 64
+costs no padding and one gather address serves all pieces.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def load_pieces(base, mask, DIM: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr):
+    """Load ``[rows, DIM]`` at row pointers ``base[rows, 1]`` as a tuple of pieces; masked rows and padding are zero."""
+    d = tl.arange(0, PIECE)[None, :]
+    pieces = ()
+    for i in tl.static_range(PIECES):
+        if PIECE * PIECES == DIM:
+            pieces = pieces + (tl.load(base + i * PIECE + d, mask, other=0.0),)
+        else:
+            pieces = pieces + (tl.load(base + i * PIECE + d, mask & (i * PIECE + d < DIM), other=0.0),)
+    return pieces
+
+
+@triton.jit
+def store_pieces(base, pieces, mask, DIM: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr):
+    """Store a tuple of pieces at row pointers ``base[rows, 1]``, without the padding."""
+    d = tl.arange(0, PIECE)[None, :]
+    dtype = base.dtype.element_ty
+    for i in tl.static_range(PIECES):
+        if PIECE * PIECES == DIM:
+            tl.store(base + i * PIECE + d, pieces[i].to(dtype), mask)
+        else:
+            tl.store(base + i * PIECE + d, pieces[i].to(dtype), mask & (i * PIECE + d < DIM))
+
+
+@triton.jit
+def zero_pieces(ROWS: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr):
+    """Return fp32 zeros ``[ROWS, PIECE * PIECES]`` as pieces."""
+    pieces = ()
+    for _ in tl.static_range(PIECES):
+        pieces = pieces + (tl.zeros((ROWS, PIECE), tl.float32),)
+    return pieces
+
+
+@triton.jit
+def scale_pieces(pieces, factor, PIECES: tl.constexpr):
+    """Multiply every row by ``factor[rows, 1]``."""
+    scaled = ()
+    for i in tl.static_range(PIECES):
+        scaled = scaled + (pieces[i] * factor,)
+    return scaled
+
+
+@triton.jit
+def e4m3_from_bits(bits):
+    """Decode fp8 e4m3fn held as uint8 to fp16, exactly: chips before sm_89 cannot convert it themselves."""
+    bits = bits.to(tl.uint16)
+    magnitude = bits & 0x7F
+    # Shifted into fp16's exponent field the value is 2**-8 of what is meant, because the biases are 7 and 15.
+    half = (((bits & 0x80) << 8) | (magnitude << 7)).to(tl.float16, bitcast=True) * 256.0
+    return tl.where(magnitude == 0x7F, float("nan"), half).to(tl.float16)
+
+
+@triton.jit
+def widen(stored, DTYPE: tl.constexpr):
+    """Convert stored values to the compute dtype exactly; fp8 goes through fp16, the native way."""
+    if stored.dtype == DTYPE:
+        return stored
+    elif stored.dtype == tl.uint8:
+        return e4m3_from_bits(stored).to(DTYPE)
+    elif stored.dtype == tl.int8:
+        return stored.to(tl.float32).to(DTYPE)
+    else:
+        return stored.to(tl.float16).to(DTYPE)
+
+
+@triton.jit
+def query_key(query, key, DTYPE: tl.constexpr, PIECES: tl.constexpr):
+    """Return fp32 ``query @ key.T`` ``[rows, keys]``, with full fp32 products where the inputs are fp32."""
+    scores = tl.zeros((query[0].shape[0], key[0].shape[0]), tl.float32)
+    for i in tl.static_range(PIECES):
+        scores = tl.dot(query[i], tl.trans(widen(key[i], DTYPE)), scores, input_precision="ieee")
+    return scores
+
+
+@triton.jit
+def weigh_values(weights, value, accumulator, alpha, DTYPE: tl.constexpr, PIECES: tl.constexpr):
+    """Return ``accumulator * alpha + weights @ value`` in fp32, weights rounded to the compute dtype."""
+    summed = ()
+    for i in tl.static_range(PIECES):
+        rescaled = accumulator[i] * alpha[:, None]
+        summed = summed + (tl.dot(weights.to(DTYPE), widen(value[i], DTYPE), rescaled, input_precision="ieee"),)
+    return summed
+
+
+@triton.jit
+def softmax_step(logits, running_max, total):
+    """One step of the online softmax in base 2: ``(weights, alpha, running_max, total)``.
+
+    A row that has seen no key yet keeps ``-inf``; its pivot is 0 so that no ``(-inf) - (-inf)`` arises.
+    """
+    new_max = tl.maximum(running_max, tl.max(logits, 1))
+    pivot = tl.where(new_max == -float("inf"), 0.0, new_max)
+    alpha = tl.exp2(running_max - pivot)
+    weights = tl.exp2(logits - pivot[:, None])
+    return weights, alpha, new_max, total * alpha + tl.sum(weights, 1)
+
+
+@triton.jit
+def add_sink(running_max, total, sink):
+    """Add one logit (base 2) to the denominator of rows that saw a key: ``(factor of the sums so far, max, total)``."""
+    seen = total != 0.0
+    new_max = tl.where(seen, tl.maximum(running_max, sink), running_max)
+    pivot = tl.where(new_max == -float("inf"), 0.0, new_max)
+    factor = tl.exp2(running_max - pivot)
+    return factor, new_max, tl.where(seen, total * factor + tl.exp2(sink - pivot), total)
+
+
+@triton.jit
+def reciprocal(total):
+    """Return ``1 / total``; 0 for rows that saw nothing, so that they are written as zeros."""
+    return tl.where(total == 0.0, 0.0, tl.div_rn(tl.full(total.shape, 1.0, tl.float32), total))
+
+
+@triton.jit
+def log_sum_exp(running_max, total):
+    """Return the base-2 log-sum-exp; ``-inf`` for rows that saw nothing."""
+    return tl.where(total == 0.0, -float("inf"), running_max + tl.log2(total))
+
+
+@triton.jit
+def exp(x):
+    """Exponential with the rounding error of ``x * log2(e)`` compensated; the plain one loses 1e-6 at x = 20."""
+    product = x * LOG2E
+    error = tl.fma(x, tl.full(x.shape, LOG2E, tl.float32), -product) + x * 1.925963033500e-08
+    power = tl.exp2(product)
+    # An infinite product has no error to compensate: inf * 0 would be NaN.
+    return tl.where(tl.abs(product) < 128.0, power + power * (error * LN2), power)
+
+
+@triton.jit
+def sigmoid(gate):
+    """Return ``1 / (1 + exp(-gate))`` computed in fp32 and rounded to the gate's dtype, as fp32."""
+    x = gate.to(tl.float32)
+    denominator = 1.0 + exp(-x)
+    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), denominator).to(gate.dtype).to(tl.float32)
+
+
+@triton.jit
+def tanh(x):
+    """Hyperbolic tangent from exp2; a series below 0.25, where ``1 - exp(-2x)`` would cancel."""
+    square = x * x
+    series = x * (1.0 + square * (-0.33333333 + square * (0.13333333 + square * (-0.053968254 + square * 0.021869488))))
+    power = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    ratio = tl.div_rn(1.0 - power, 1.0 + power)
+    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -ratio, ratio))
+
+
+@triton.jit
+def round_and_gate(pieces, gate_factor, DTYPE: tl.constexpr, GATED: tl.constexpr, PIECES: tl.constexpr):
+    """Round the attention to the output dtype and apply the gate as an unfused multiplication in that dtype would."""
+    finished = ()
+    for i in tl.static_range(PIECES):
+        rounded = pieces[i].to(DTYPE)
+        if GATED:
+            rounded = (rounded.to(tl.float32) * gate_factor).to(DTYPE)
+        finished = finished + (rounded,)
+    return finished

@@ -1,0 +1,108 @@
+"""`swa plan`: the plan, the original planner beside it, and a picture whose chunks are exact."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from bridge._cli._app import app
+from bridge._cli._picture import picture, row_tiles
+from swa_plan import DeviceProfile, Plan, Problem, plan, swa_decode_plan
+
+
+def swa(*arguments):
+    return CliRunner().invoke(app, ["plan", *map(str, arguments)], catch_exceptions=False)
+
+
+@given(
+    window=st.integers(1, 3000) | st.none(),
+    query_len=st.integers(1, 8),
+    requests=st.sampled_from([1, 8, 64, 512]),
+    group=st.sampled_from([1, 8, 16]),
+    invariant=st.booleans(),
+    seq_len=st.integers(0, 4096),
+)
+def test_chunks_cut_the_live_range_without_gap_or_overlap(window, query_len, requests, group, invariant, seq_len):
+    problem = Problem(requests, 2 * group, 2, 64, 64, window, 16, 256, query_len=query_len)
+    chosen = plan(problem, DeviceProfile.named("h200"), batch_invariant=invariant)
+    rows = 0
+    for tile in row_tiles(chosen, seq_len):
+        rows += len(tile.windows)
+        taken = [key for start, end in tile.chunks for key in range(start, end + 1)]
+        assert taken == list(range(tile.low, tile.high + 1))
+        seen = [window for window in tile.windows if window[1] >= 0]
+        if seen:
+            assert tile.low == min(start for start, _ in seen)
+            assert tile.high == max(end for _, end in seen)
+        assert all(
+            start % chosen.chunk == 0 or start == tile.low
+            for start, end in tile.chunks
+            if chosen.chunk and end >= start
+        )
+    assert rows == query_len
+    assert str(picture(chosen, seq_len)).startswith(f"seq_len {seq_len}")
+
+
+def test_json_is_pure_and_complete():
+    result = swa("--model", "step5", "--tp", 4, "--batch", 32, "--device", "h200", "--seq-lens", "1,17,600", "--json")
+    assert result.exit_code == 0
+    report = json.loads(result.stdout)
+    chosen = Plan.from_json(json.dumps(report["plan"]))
+    assert (chosen.problem.heads, chosen.problem.kv_heads, chosen.problem.query_len) == (16, 1, 4)
+    assert report["original"] == dict(zip(("pack", "splits"), swa_decode_plan(128, 1, 16, 4, 132, 512), strict=True))
+    assert report["workspace_bytes"] == chosen.workspace_bytes
+    assert [request["seq_len"] for request in report["requests"]] == [1, 17, 600]
+
+
+def test_the_picture():
+    result = swa("--device", "h200", "--seq-lens", "0,600", "--batch", 8)
+    assert result.exit_code == 0
+    for words in (
+        "kernel portable on h200",
+        "the original planner: pack",
+        "sees nothing",
+        "85 behind the window",
+        "row 3",
+    ):
+        assert words in result.stdout
+    assert result.stderr == ""
+
+
+def test_no_line_is_wider_than_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    result = swa("--device", "a100", "--model", "gemma2", "--max-seq", 9000)
+    assert max(map(len, result.stdout.splitlines())) <= 60
+    assert "█" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--device", "h900"], "got 'h900'"),
+        (["--seq-lens", "1,x"], "got 'x'"),
+        (["--seq-lens", "9000"], "from 0 to 8192"),
+        (["--window", "0"], "at least 1"),
+        (["--model", "custom"], "--heads, --kv-heads"),
+        (["--batch", "0"], "--batch"),
+    ],
+)
+def test_wrong_usage_exits_with_2(arguments, words, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    result = swa(*arguments, "--json")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert words in result.stderr
+
+
+def test_it_works_without_torch():
+    script = (
+        "import sys; sys.modules['torch'] = None; sys.argv = ['swa', 'plan', '--json']\n"
+        "from bridge._cli import main; main()"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["plan"]["device"]
