@@ -51,7 +51,7 @@ class DeviceProfile:
 
 
 def shared_memory_limit(capability: int) -> int:
-    """Return the bytes of shared memory that a block may use (CUDA programming guide, table of compute capabilities)."""
+    """Return the bytes of shared memory a block may use (CUDA programming guide, table of capabilities)."""
     if capability in (90, 100, 103):
         return 227 << 10
     if capability in (80, 87):

@@ -24,6 +24,8 @@ MAX_SPLITS = 65535
 """CUDA's limit for the second axis of a grid."""
 
 _ALIGNMENT = 256
+_WIDE_CHUNK, _NARROW_CHUNK = 128, 64
+_MAX_CHOSEN_SPLITS = 64
 _INVARIANT_CHUNK = 128
 _INVARIANT_CHUNKS = 32
 
@@ -231,24 +233,23 @@ def plan(problem: Problem, device: DeviceProfile, *, kernel: str | None = None, 
 
 
 def _choose_pack(problem: Problem, device: DeviceProfile) -> int:
-    """Pack rows so that overlapping windows are read once, unless the GPU would be left idle."""
+    """Pack rows so that overlapping windows are read once, unless that would leave most of the GPU idle."""
     most = min(problem.query_len, max(1, MAX_ROWS // problem.group))
-    if most == 1:
-        return 1
     row_tiles = ceil_div(problem.query_len, most)
-    balanced = ceil_div(problem.query_len, row_tiles)
-    return balanced if problem.max_requests * row_tiles * problem.kv_heads * 8 >= device.num_sms else 1
+    packed = ceil_div(problem.query_len, row_tiles)
+    programs = problem.max_requests * row_tiles * problem.kv_heads
+    return packed if 4 * programs >= device.num_sms else 1
 
 
 def _choose_splits(problem: Problem, pack: int, device: DeviceProfile) -> int:
-    """Split until the programs fill the GPU, keeping at least two small tiles a chunk and an even cut."""
+    """Split until the programs fill two waves, keeping a chunk wide enough to pay for its partial, and cut evenly."""
     programs = problem.max_requests * ceil_div(problem.query_len, pack) * problem.kv_heads
     programs *= ceil_div(problem.group, MAX_ROWS)
-    tiles = max(1, ceil_div(problem.row_keys + pack - 1, 32))
-    splits = 1
-    while splits * 2 <= tiles // 2 and splits < 64 and programs * splits * 2 <= 4 * device.num_sms:
-        splits *= 2
-    return splits
+    keys = problem.row_keys + pack - 1
+    chunk = _WIDE_CHUNK if keys >= 2 * _WIDE_CHUNK else _NARROW_CHUNK
+    chunks = max(1, ceil_div(problem.row_keys, chunk))
+    most = max(1, min(chunks, 2 * device.num_sms // max(1, programs), _MAX_CHOSEN_SPLITS))
+    return ceil_div(chunks, ceil_div(chunks, most))
 
 
 def _invariant_plan(problem: Problem, device: DeviceProfile, kernel: str, device_name: str) -> Plan:

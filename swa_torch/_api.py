@@ -6,7 +6,7 @@ import torch
 
 from swa_plan import Plan
 from swa_plan._checks import check_integer, check_window
-from swa_torch import _op  # noqa: F401  (defines the operators)
+from swa_torch import _op
 from swa_torch._cache import Cache, as_paged_cache
 from swa_torch._device import refuse_interpreted_bfloat16
 from swa_torch._inputs import check_inputs
@@ -151,8 +151,11 @@ def swa_decode_gated(
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as ``swa_decode``.
     """
-    check_integer("splits", splits, minimum=1)
-    check_integer("pack", pack, minimum=1)
+    splits = check_integer("splits", splits, minimum=1)
+    pack = check_integer("pack", pack, minimum=1)
+    for name, tensor in (("gate", gate), ("output", output)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
     _decode(
         query, key_cache, value_cache, block_table, seq_lens,
         window=window, gate=gate, scale=scale, query_len=query_len, out=output, plan=(splits, pack),
@@ -171,7 +174,10 @@ def _decode(
     While ``torch.compile`` traces, the operator's fake kernel checks the shapes instead, and the operator plans for the
     sizes of the run.
     """
-    check_no_gradients(query=query, gate=gate, sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out)
+    check_no_gradients(
+        query=query, key_cache=key_cache, value_cache=value_cache, gate=gate, sinks=sinks, k_scale=k_scale,
+        v_scale=v_scale, out=out,
+    )  # fmt: skip
     check_window(window)
     traced = torch.compiler.is_compiling()
     if not traced:
@@ -192,7 +198,9 @@ def _decode(
             "validate must be False while compiling or capturing a graph, because it reads device data; "
             "call check_inputs(...) before, got validate=True"
         )
-    text = "" if plan is None else plan.text if isinstance(plan, Plan) else f"{plan[0]} {plan[1]}"
+    if plan is not None and not isinstance(plan, (Plan, tuple)):
+        raise TypeError(f"plan must be a Plan or None, got {type(plan).__name__}")
+    text = "" if plan is None else _op.UNCHECKED + plan.text if isinstance(plan, Plan) else f"{plan[0]} {plan[1]}"
     if not traced:
         problem = problem_of(
             query, key_cache, value_cache, block_table,
@@ -210,7 +218,8 @@ def _decode(
                 "seq_lens": seq_lens, "gate": gate, "cu_query_lens": cu_query_lens, "kv_start": kv_start,
                 "kv_end": kv_end, "sinks": sinks, "k_scale": k_tensor, "v_scale": v_tensor, "workspace": workspace,
             }  # fmt: skip
-            check_out(out, shape, dtype, inputs, like=query)
+            name = "output" if isinstance(plan, tuple) else "out"
+            check_out(out, shape, dtype, inputs, like=query, name=name)
         if validate:
             check_inputs(
                 (key_cache, value_cache), block_table, seq_lens, window=window, query_len=query_len,

@@ -49,9 +49,11 @@ def append(
         ValueError: shapes, strides, devices, a missing scale or layer.
         NotImplementedError: an input requires gradients.
     """
-    check_no_gradients(key=key, value=value, k_scale=k_scale, v_scale=v_scale)
     paged = as_paged_cache(cache)
     key_cache, value_cache = paged.views(layer)
+    check_no_gradients(
+        key_cache=key_cache, value_cache=value_cache, key=key, value=value, k_scale=k_scale, v_scale=v_scale
+    )
     if key_cache.dtype not in (*QUERY_DTYPES, *QUANTISED_DTYPES):
         raise TypeError(f"cache must have dtype {names((*QUERY_DTYPES, *QUANTISED_DTYPES))}, got {key_cache.dtype}")
     dtypes = QUERY_DTYPES if key_cache.dtype in QUANTISED_DTYPES else (key_cache.dtype,)

@@ -9,6 +9,9 @@ import torch
 
 from swa_plan import CacheLayout
 
+_VIEWS_LAYOUT = CacheLayout("pages block kv_heads dim")
+"""Parsed at import, because a traced call that wraps a tuple could not parse it."""
+
 
 class PagedCache:
     """Keys and values in pages.
@@ -59,7 +62,7 @@ class PagedCache:
     @classmethod
     def from_kv(cls, key_cache: torch.Tensor, value_cache: torch.Tensor) -> PagedCache:
         """Wrap two ``[pages, block, kv_heads, dim]`` tensors or views; no base is guessed from them."""
-        cache = cls((key_cache, value_cache), "pages block kv_heads dim")
+        cache = cls((key_cache, value_cache), _VIEWS_LAYOUT)
         cache.is_views = True
         return cache
 

@@ -7,6 +7,7 @@ import torch
 
 from swa_plan._checks import check_integer, check_window
 from swa_torch._cache import Cache, as_paged_cache
+from swa_torch._validate import INDEX_DTYPES, check_tensor
 
 
 def check_inputs(
@@ -37,12 +38,25 @@ def check_inputs(
         tokens: query rows of the call, to check ``cu_query_lens`` against.
 
     Raises:
-        ValueError: naming the request, the rule and the value.
+        TypeError: kinds or dtypes.
+        ValueError: shapes, or naming the request, the rule and the value.
     """
     check_window(window)
     check_integer("query_len", query_len, minimum=1)
     paged = as_paged_cache(cache)
+    check_tensor("block_table", block_table, INDEX_DTYPES, like=block_table, unit_stride=False)
+    if block_table.ndim != 2:
+        raise ValueError(f"block_table must have 2 dims [requests, max_blocks], got shape {list(block_table.shape)}")
+    requests = block_table.shape[0]
+    for name, tensor, size in (
+        ("seq_lens", seq_lens, requests), ("cu_query_lens", cu_query_lens, requests + 1),
+        ("kv_start", kv_start, requests), ("kv_end", kv_end, requests),
+    ):  # fmt: skip
+        if tensor is not None or name == "seq_lens":
+            check_tensor(name, tensor, INDEX_DTYPES, (size,), like=block_table, unit_stride=False)
     table, lengths = _on_host(block_table), np.maximum(_on_host(seq_lens), 0)
+    starts = None if kv_start is None else _on_host(kv_start)
+    ends = None if kv_end is None else _on_host(kv_end)
     rows = np.full(len(lengths), query_len)
     if cu_query_lens is not None:
         edges = _on_host(cu_query_lens)
@@ -52,10 +66,10 @@ def check_inputs(
         count = int(rows[request])
         low = 0 if window is None else max(0, length - count - window + 1)
         high = length - 1
-        if kv_start is not None:
-            low = max(low, int(_on_host(kv_start)[request]))
-        if kv_end is not None:
-            high = min(high, int(_on_host(kv_end)[request]) - 1)
+        if starts is not None:
+            low = max(low, int(starts[request]))
+        if ends is not None:
+            high = min(high, int(ends[request]) - 1)
         if not count or low > high:
             continue
         capacity = table.shape[1] * paged.block

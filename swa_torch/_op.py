@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import torch
 
-from swa_plan import CacheLayout
+from swa_plan import CacheLayout, Plan
 from swa_torch import _ops
 from swa_torch._cache import layer_views
 from swa_torch._call import DecodeCall
 from swa_torch._device import interpreter_is_on
 from swa_torch._planning import parse_plan, problem_of, resolve_plan
-from swa_torch._validate import check_head_options, check_out, check_query_and_cache, check_rows
+from swa_torch._validate import check_head_options, check_out, check_query_and_cache, check_rows, check_workspace
+
+UNCHECKED = "unchecked "
+"""Before a plan's text: whether it serves the call is still to be checked."""
 
 _DECODE_INPUTS = (
     "Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens, Tensor? gate, "
@@ -44,13 +47,19 @@ def decode_with_workspace(
     if plan.startswith("{"):
         chosen = parse_plan(plan)
     else:
-        splits, _, pack = plan.partition(" ")
-        splits_and_pack = (int(splits), int(pack)) if plan else None
+        given: Plan | tuple[int, ...] | None
+        if plan.startswith(UNCHECKED):
+            given = parse_plan(plan.removeprefix(UNCHECKED))
+        else:
+            given = tuple(int(number) for number in plan.split()) or None
         problem = problem_of(
             query, key_cache, value_cache, block_table,
             window=window, query_len=query_len, ragged=cu_query_lens is not None,
         )  # fmt: skip
-        chosen = resolve_plan(problem, query.device, splits_and_pack, backend, batch_invariant)
+        chosen = resolve_plan(problem, query.device, given, backend, batch_invariant)
+        if workspace is not None:
+            # The compiler may pass a copy in its place; allocators align copies well enough for vector loads.
+            check_workspace(workspace, chosen.workspace_layout(query.shape[0])[1], like=query, alignment=16)
     lse = query.new_empty(query.shape[:2] if return_lse else (0,), dtype=torch.float32)
     call = DecodeCall(
         query, key_cache, value_cache, block_table, seq_lens, gate, cu_query_lens, kv_start, kv_end, sinks, k_scale,

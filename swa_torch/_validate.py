@@ -203,19 +203,25 @@ def check_head_options(query: torch.Tensor, gate: torch.Tensor | None, sinks: to
         check_tensor("sinks", sinks, QUERY_DTYPES, (heads,), like=query)
 
 
-def check_out(out: torch.Tensor, shape: tuple, out_dtype: torch.dtype, inputs: dict, *, like: torch.Tensor) -> None:
+def check_out(
+    out: torch.Tensor, shape: tuple, out_dtype: torch.dtype, inputs: dict, *, like: torch.Tensor, name: str = "out"
+) -> None:  # fmt: skip
     """Check an output that the caller allocated.
 
     Raises:
         TypeError: dtype.
         ValueError: shape, strides, device, or overlap with an input or itself.
     """
-    check_tensor("out", out, (out_dtype,), shape, like=like)
-    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
-        raise ValueError(f"out must not overlap itself, got strides {list(out.stride())}")
-    for name, tensor in inputs.items():
+    check_tensor(name, out, (out_dtype,), shape, like=like)
+    reach = 1
+    for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                raise ValueError(f"{name} must not overlap itself, got strides {list(out.stride())}")
+            reach += (size - 1) * stride
+    for other, tensor in inputs.items():
         if tensor is not None and tensors_overlap(out, tensor):
-            raise ValueError(f"out must not overlap an input, got an overlap with {name}")
+            raise ValueError(f"{name} must not overlap an input, got an overlap with {other}")
 
 
 def tensors_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -239,7 +245,7 @@ def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
 
 
-def check_workspace(workspace: torch.Tensor, needed: int, *, like: torch.Tensor) -> None:
+def check_workspace(workspace: torch.Tensor, needed: int, *, like: torch.Tensor, alignment: int = 256) -> None:
     """Check scratch memory that the caller allocated.
 
     Raises:
@@ -251,16 +257,18 @@ def check_workspace(workspace: torch.Tensor, needed: int, *, like: torch.Tensor)
         raise ValueError(f"workspace must be contiguous and 1-dimensional, got shape {list(workspace.shape)}")
     if workspace.numel() < needed:
         raise ValueError(f"workspace must have at least plan.workspace_bytes = {needed} bytes, got {workspace.numel()}")
-    if workspace.numel() and workspace.data_ptr() % 256:
-        raise ValueError(f"workspace must be 256-byte aligned, got address {workspace.data_ptr():#x}")
+    if workspace.numel() and workspace.data_ptr() % alignment:
+        raise ValueError(f"workspace must be {alignment}-byte aligned, got address {workspace.data_ptr():#x}")
 
 
 def check_out_dtype(out_dtype: object, query: torch.Tensor, out: torch.Tensor | None) -> torch.dtype:
     """Return the output's dtype: ``out_dtype``, else that of ``out``, else the query's.
 
     Raises:
-        TypeError: not one of the query dtypes, or in conflict with ``out``.
+        TypeError: not one of the query dtypes, or ``out`` is not a tensor.
     """
+    if out is not None and not isinstance(out, torch.Tensor):
+        raise TypeError(f"out must be a torch tensor, got {type(out).__name__}")
     if out_dtype is None:
         out_dtype = query.dtype if out is None else out.dtype
     if out_dtype not in QUERY_DTYPES:

@@ -44,6 +44,8 @@ def warmup(
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as ``swa_decode``.
     """
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan must be a Plan, got {type(plan).__name__}")
     problem = plan.problem
     rows = problem.query_len
     device = query.device

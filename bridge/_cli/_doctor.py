@@ -76,8 +76,8 @@ def known_traps(
         )
     if interpreter:
         traps.append(
-            "TRITON_INTERPRET is set: kernels are interpreted on the CPU, where tl.dot of bfloat16 is silently wrong: "
-            "use float16 or float32"
+            "TRITON_INTERPRET is set: kernels are interpreted on the CPU, where tl.dot of bfloat16 and casts to fp8 "
+            "are silently wrong: use float16 or float32, and no fp8 cache"
         )
     if hip is not None:
         traps.append(f"torch is built for HIP {hip}: the kernels are for NVIDIA GPUs")

@@ -100,6 +100,9 @@ def replay(
             dtype = "float16" if backend == "interpret" else "bfloat16"
         if backend == "interpret" and dtype == "bfloat16":
             raise ValueError("--dtype bfloat16 is wrong in Triton's interpreter (its tl.dot): use float16 or float32")
+        if backend == "interpret" and (cache_dtype or "").startswith("float8"):
+            # Where rounding carries into the exponent, its cast drops the carry: 31.5 is stored as 16.
+            raise ValueError("--cache-dtype float8 is wrong in Triton's interpreter (its cast): use int8")
         config = ReplayConfig(
             model=shape,
             layers=layers,

@@ -81,9 +81,9 @@ def swa_decode_combine(
         partials = ()
         lses = ()
         for part in tl.static_range(PARTS):
-            step = tl.full((1, 1), part, tl.int64) * part_step
-            partials = partials + (load_pieces(base + step, True, V_DIM, V_PIECE, V_PIECES),)
-            lses = lses + (tl.load(lse_base + part * lse_part),)
+            step = tl.full((1,), part, tl.int64)
+            partials = partials + (load_pieces(base + step[:, None] * part_step, True, V_DIM, V_PIECE, V_PIECES),)
+            lses = lses + (tl.load(lse_base + step * lse_part),)
         for part in tl.static_range(PARTS):
             running_max = tl.maximum(running_max, lses[part])
         pivot = tl.where(running_max == -float("inf"), 0.0, running_max)
@@ -91,13 +91,13 @@ def swa_decode_combine(
             accumulator, total = add_part(partials[part], lses[part], pivot, accumulator, total, TO_BASE_2, V_PIECES)
     else:
         for part in tl.range(0, PARTS):
-            running_max = tl.maximum(running_max, tl.load(lse_base + part * lse_part))
+            step = part + tl.zeros((1,), tl.int64)
+            running_max = tl.maximum(running_max, tl.load(lse_base + step * lse_part))
         pivot = tl.where(running_max == -float("inf"), 0.0, running_max)
         for part in tl.range(0, PARTS):
-            partial = load_pieces(
-                base + (part + tl.zeros((1, 1), tl.int64)) * part_step, True, V_DIM, V_PIECE, V_PIECES
-            )
-            lse = tl.load(lse_base + part * lse_part)
+            step = part + tl.zeros((1,), tl.int64)
+            partial = load_pieces(base + step[:, None] * part_step, True, V_DIM, V_PIECE, V_PIECES)
+            lse = tl.load(lse_base + step * lse_part)
             accumulator, total = add_part(partial, lse, pivot, accumulator, total, TO_BASE_2, V_PIECES)
 
     # --- store ---

@@ -55,7 +55,7 @@ def test_the_backend_and_why(versions, devices, hip, expected):
         ({**VERSIONS, "triton": "3.6.0"}, None, False, "numpy >= 2.4"),
         ({**VERSIONS, "torch": "2.9.1"}, None, False, "older than 2.11"),
         (VERSIONS, "7.0", False, "HIP"),
-        (VERSIONS, None, True, "bfloat16 is silently wrong"),
+        (VERSIONS, None, True, "bfloat16 and casts to fp8 are silently wrong"),
     ],
 )
 def test_known_traps(versions, hip, interpreter, words):

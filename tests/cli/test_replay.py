@@ -1,6 +1,7 @@
 """`swa replay` on the CPU: models, layouts and dtypes are right, stdout is pure, exit codes mean what they say."""
 
 import json
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -67,6 +68,8 @@ def test_models(options):
     ids=lambda options: " ".join(map(str, options)),
 )
 def test_layouts_dtypes_and_features(options):
+    if any("float8" in str(option) for option in options) and os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("append runs in Triton's interpreter then, whose casts to fp8 are wrong")
     report = replayed(*SMALL, *options, "--steps", 30)
     assert report["ok"]
     assert report["checks"]["worst"]["ratio"] <= 1
@@ -116,6 +119,7 @@ def test_plot(tmp_path):
         (["--tp", "5"], "tp must divide"),
         (["--backend", "cuda"], "--backend must be"),
         (["--backend", "interpret", "--dtype", "bfloat16"], "float16 or float32"),
+        (["--backend", "interpret", "--cache-dtype", "float8_e5m2"], "use int8"),
         (["--layout", "pages block dim"], "kv_heads"),
         (["--dtype", "float64"], "dtype must be"),
         (["--cache-dtype", "float16"], "cache_dtype must be"),
@@ -135,7 +139,8 @@ def test_wrong_usage_exits_with_2(arguments, words, monkeypatch):
     assert words in result.stderr
 
 
-def test_a_trace_file_and_its_errors(tmp_path):
+def test_a_trace_file_and_its_errors(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")  # no line break within the path
     path = tmp_path / "trace.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,70,5\n")
     report = replayed(path, *SMALL)
@@ -144,7 +149,7 @@ def test_a_trace_file_and_its_errors(tmp_path):
     path.write_text(path.read_text() + "2023-11-16 18:15:46.6805900,70,many\n")
     result = swa(path, *SMALL)
     assert result.exit_code == 2
-    assert "trace.csv:3: column GeneratedTokens" in " ".join(result.stderr.replace("│", " ").split())
+    assert "trace.csv:3: column GeneratedTokens" in result.stderr
 
 
 @pytest.mark.slow
@@ -157,3 +162,21 @@ def test_the_interpreter_in_a_process_of_its_own():
     report = json.loads(result.stdout)
     assert (report["backend"], report["settings"]["dtype"]) == ("interpret", "float16")
     assert report["ok"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--model", "step5", "--tp", 4],
+        ["--model", "mimo-v2", "--layers", 3],
+        ["--model", "gpt-oss", "--block", 16, "--cache-dtype", "float8_e4m3fn"],
+        ["--model", "gemma2", "--tp", 4, "--dtype", "float16"],
+    ],
+    ids=lambda options: options[1],
+)
+def test_graphs_on_a_gpu(options):
+    report = replayed(*options, "--backend", "triton", "--max-batch", 24, "--speed", 10, "--steps", 60)
+    assert report["ok"]
+    assert len(report["plans"]) > 2
+    assert report["roofline"] > 0

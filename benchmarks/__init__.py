@@ -1,0 +1,1 @@
+"""Measurements on a GPU. Not part of the distribution."""
