@@ -55,12 +55,17 @@ class Tensors(NamedTuple):
 
 
 def make_tensors(
-    workload: Workload, *, cache_dtype: torch.dtype = torch.bfloat16, ragged: bool = False, seed: int = 0
+    workload: Workload,
+    *,
+    cache_dtype: torch.dtype = torch.bfloat16,
+    ragged: bool = False,
+    sets: int | None = None,
+    seed: int = 0,
 ) -> Tensors:
     """Return random tensors; ``ragged`` draws lengths between the window and ``seq_len``, else all are alike."""
     generator = torch.Generator(device="cuda").manual_seed(seed)
     columns = -(-workload.seq_len // workload.block)
-    sets = max(1, min(64, -(-ROTATED_BYTES // workload.read_bytes)))
+    sets = sets or max(1, min(64, -(-ROTATED_BYTES // workload.read_bytes)))
     pages = workload.requests * columns * sets
     heads, tokens = workload.kv_heads * workload.group, workload.requests * workload.query_len
     shape = (2, pages, workload.block, workload.kv_heads, workload.dim)

@@ -24,7 +24,7 @@ MAX_SPLITS = 65535
 """CUDA's limit for the second axis of a grid."""
 
 _ALIGNMENT = 256
-_WIDE_CHUNK, _NARROW_CHUNK = 128, 64
+_WIDE_GRANULE, _NARROW_GRANULE, _TALL_GRANULE, _LONGEST_CHUNK = 128, 64, 32, 512
 _MAX_CHOSEN_SPLITS = 64
 _INVARIANT_CHUNK = 128
 _INVARIANT_CHUNKS = 32
@@ -85,8 +85,10 @@ class Plan:
         object.__setattr__(self, "text", json.dumps(values, sort_keys=True))
 
     @classmethod
-    def from_splits(cls, problem: Problem, splits: int, pack: int = 1) -> Plan:
+    def from_splits(cls, problem: Problem, splits: int, pack: int = 1, *, device: DeviceProfile | None = None) -> Plan:
         """Return a plan with ``splits`` and ``pack`` given, under the original kernel's rule.
+
+        ``device`` chooses the tile; None takes one that fits every GPU from sm_80 on.
 
         Raises:
             ValueError: ``query_len`` is not a multiple of ``pack``, or ``pack * group > 64`` with ``pack > 1``.
@@ -95,8 +97,8 @@ class Plan:
         check_integer("pack", pack, minimum=1)
         if problem.query_len % pack:
             raise ValueError(f"query_len must be a multiple of pack, got query_len={problem.query_len} and pack={pack}")
-        tile = choose_tile(problem, pack, splits, DeviceProfile.named("h200"))
-        return cls(problem, "portable", pack, splits, *tile)
+        profile = DeviceProfile.named("rtx4090") if device is None else device
+        return cls(problem, "portable", pack, splits, *choose_tile(problem, pack, splits, profile), device=profile.name)
 
     @property
     def batch_invariant(self) -> bool:
@@ -234,6 +236,8 @@ def plan(problem: Problem, device: DeviceProfile, *, kernel: str | None = None, 
 
 def _choose_pack(problem: Problem, device: DeviceProfile) -> int:
     """Pack rows so that overlapping windows are read once, unless that would leave most of the GPU idle."""
+    if problem.dtype == "float32":
+        return 1  # without tensor cores, wider products cost more than the reads that they save
     most = min(problem.query_len, max(1, MAX_ROWS // problem.group))
     row_tiles = ceil_div(problem.query_len, most)
     packed = ceil_div(problem.query_len, row_tiles)
@@ -242,13 +246,17 @@ def _choose_pack(problem: Problem, device: DeviceProfile) -> int:
 
 
 def _choose_splits(problem: Problem, pack: int, device: DeviceProfile) -> int:
-    """Split until the programs fill two waves, keeping a chunk wide enough to pay for its partial, and cut evenly."""
+    """Split until the programs fill two or three waves, into even chunks wide enough to pay for their partials."""
     programs = problem.max_requests * ceil_div(problem.query_len, pack) * problem.kv_heads
     programs *= ceil_div(problem.group, MAX_ROWS)
-    keys = problem.row_keys + pack - 1
-    chunk = _WIDE_CHUNK if keys >= 2 * _WIDE_CHUNK else _NARROW_CHUNK
-    chunks = max(1, ceil_div(problem.row_keys, chunk))
-    most = max(1, min(chunks, 2 * device.num_sms // max(1, programs), _MAX_CHOSEN_SPLITS))
+    tall = pack * problem.group > 32
+    keys = problem.row_keys + (pack - 1 if tall else 0)
+    granule = _TALL_GRANULE if tall else _WIDE_GRANULE if keys >= 2 * _WIDE_GRANULE else _NARROW_GRANULE
+    chunks = max(1, ceil_div(keys, granule))
+    waves = 3 if tall else 2
+    most = max(1, min(chunks, waves * device.num_sms // max(1, programs), _MAX_CHOSEN_SPLITS))
+    if ceil_div(problem.row_keys, most) > _LONGEST_CHUNK:
+        most = max(1, min(chunks, 4 * device.num_sms // max(1, programs), _MAX_CHOSEN_SPLITS))
     return ceil_div(chunks, ceil_div(chunks, most))
 
 

@@ -11,6 +11,9 @@ from swa_plan._device import DeviceProfile
 from swa_plan._problem import ITEM_BYTES, Problem
 from swa_plan._shapes import ceil_div, head_pieces, next_power_of_two
 
+_MANY_WAVES = 8
+_WARPGROUP_CAPABILITIES = (90, 100, 103)
+
 
 class Tile(NamedTuple):
     """Keys of a tile, warps of a program and stages of its pipeline."""
@@ -21,31 +24,42 @@ class Tile(NamedTuple):
 
 
 def choose_tile(problem: Problem, pack: int, splits: int, device: DeviceProfile, *, invariant: bool = False) -> Tile:
-    """Return the tile for a packing and split, within the device's shared memory.
+    """Return the tile for a packing and a split, within the device's shared memory.
 
-    Few programs want one wide tile each, whose loads are all in flight at once; a GPU that is full many times over wants
-    many small programs (4.32 TB/s of 4.48 at 2048 programs).
+    Few programs want one wide tile each, whose loads are all in flight at once; a GPU that is full many times over
+    wants many small programs (4.3 TB/s of 4.48 at 2048 programs).
     """
     rows = max(16, next_power_of_two(pack * min(problem.group, 64)))
-    row_tiles = problem.max_requests * ceil_div(problem.query_len, pack)
-    programs = row_tiles * problem.kv_heads * splits
+    programs = problem.max_requests * ceil_div(problem.query_len, pack) * problem.kv_heads * splits
+    waves = 0 if invariant else programs // device.num_sms
     chunk = ceil_div(problem.row_keys + pack - 1, splits)
-    if rows > 32:
-        tile = Tile(32, 8, 3)  # with 4 warps the accumulators spill on sm_80 and sm_120
+    if problem.dtype == "float32":
+        # Products without tensor cores: wider tiles spill (9 times slower at 128 keys).
+        tile = {16: Tile(64, 4, 2), 32: Tile(32, 4, 2)}.get(rows, Tile(16, 8, 2))
+    elif rows > 32:
+        # Elsewhere, and at head size 256, the accumulators of four warps spill.
+        roomy = device.capability in _WARPGROUP_CAPABILITIES and problem.k_dim + problem.v_dim <= 384
+        tile = Tile(32, 4 if roomy else 8, 3)
     elif rows > 16:
         tile = Tile(64, 4, 3)
-    elif invariant or programs < 2 * device.num_sms:
-        tile = Tile(128, 4, 2)
-    elif programs < 8 * device.num_sms:
+    elif problem.quantised:
+        tile = Tile(32, 1, 3) if waves >= _MANY_WAVES else Tile(64, 4, 3)
+    elif waves >= _MANY_WAVES:
+        tile = Tile(16, 2, 4)
+    elif waves >= 2 and problem.row_keys > 128:
         tile = Tile(64, 2, 2)
     else:
-        tile = Tile(16, 2, 4)
+        tile = Tile(128, 4, 2) if invariant or chunk <= 256 or _key_bytes(problem) <= 512 else Tile(64, 4, 2)
     if not invariant:
         tile = tile._replace(keys=min(tile.keys, max(16, next_power_of_two(chunk))))
     for smaller in (tile, *_shrunk(tile)):
         if shared_bytes(problem, rows, smaller) <= device.shared_memory:
             return smaller
     return Tile(16, tile.warps, 1)
+
+
+def _key_bytes(problem: Problem) -> int:
+    return problem.key_bytes // problem.kv_heads
 
 
 def _shrunk(tile: Tile) -> list[Tile]:

@@ -17,6 +17,7 @@ GATHER_BYTES = 64 << 20
 """Gathered keys and values of the requests that are handled together stay below this."""
 
 FINITE_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
+"""Largest magnitudes that ``append`` stores in a quantised cache; others are not clipped."""
 
 
 class Rows(NamedTuple):
@@ -191,10 +192,12 @@ def merge(
     """Merge ``[parts, tokens, heads, v_dim]`` with natural LSEs ``[parts, tokens, heads]``."""
     top = lses.amax(0)
     pivot = torch.where(top == -torch.inf, 0.0, top)
-    weights = torch.exp2((lses - pivot) * LOG2E)
-    total = weights.sum(0)
-    products = outs.float() * weights[..., None]
-    attention = torch.where(weights[..., None] == 0, 0.0, products).sum(0)
+    total, attention = torch.zeros_like(top), torch.zeros_like(outs[0], dtype=torch.float32)
+    # One after another, so that parts which saw nothing change no bit wherever they stand.
+    for part, part_lse in zip(outs, lses, strict=True):
+        weight = torch.exp2((part_lse - pivot) * LOG2E)
+        total = total + weight
+        attention = attention + torch.where(weight[..., None] == 0, 0.0, part.float() * weight[..., None])
     if sinks is not None:
         raised = torch.where(total == 0, top, torch.maximum(top, sinks.float()))
         new_pivot = torch.where(raised == -torch.inf, 0.0, raised)
@@ -211,7 +214,7 @@ def quantise(x: torch.Tensor, scale: torch.Tensor | float, dtype: torch.dtype) -
     """Return ``cast(clip(x / scale))`` of ``[rows, kv_heads, dim]``, rounding half to even; NaN stays NaN (int8: 0)."""
     divisor = scale.reshape(-1, 1) if isinstance(scale, torch.Tensor) else scale
     quotient = x.float() / divisor
-    limit = FINITE_MAX.get(dtype) or torch.finfo(dtype).max
+    limit = FINITE_MAX.get(dtype, math.inf)
     clipped = quotient.clamp(-limit, limit)
     if dtype == torch.int8:
         return clipped.round().nan_to_num(0.0).to(dtype)

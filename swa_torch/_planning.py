@@ -73,7 +73,7 @@ def resolve_plan(
             problem, device_profile(device), kernel=choose_kernel(device, backend), batch_invariant=batch_invariant
         )
     if isinstance(plan, tuple):
-        return plan_from_splits(problem, *plan, choose_kernel(device, backend))
+        return plan_from_splits(problem, *plan, choose_kernel(device, backend), device_profile(device))
     if not isinstance(plan, Plan):
         raise TypeError(f"plan must be a Plan or None, got {type(plan).__name__}")
     plan.check_serves(problem)
@@ -89,9 +89,10 @@ def resolve_plan(
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_from_splits(problem: Problem, splits: int, pack: int, kernel: str) -> Plan:
+def plan_from_splits(problem: Problem, splits: int, pack: int, kernel: str, device: DeviceProfile) -> Plan:
     """Return the plan of ``swa_decode_gated``."""
-    return replace(Plan.from_splits(problem, splits, pack), kernel=kernel)
+    profile = device if device.capability else None
+    return replace(Plan.from_splits(problem, splits, pack, device=profile), kernel=kernel)
 
 
 def plan_for(

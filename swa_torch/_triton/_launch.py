@@ -4,6 +4,7 @@ synchronises."""
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from swa_plan._shapes import head_pieces, next_power_of_two
 from swa_torch._call import DecodeCall
 from swa_torch._device import device_profile, interpreter_is_on
+from swa_torch._ops import FINITE_MAX
 from swa_torch._triton._append import swa_append
 from swa_torch._triton._combine import swa_decode_combine
 from swa_torch._triton._split import swa_decode_split
@@ -20,8 +22,6 @@ PDL_CAPABILITY = 90
 
 E4M3_CAPABILITY = 89
 """Chips before sm_89 cannot convert fp8 e4m3; there the kernels take its bits as uint8."""
-
-QUANTISED_LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 
 
 def device_guard(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -136,7 +136,7 @@ def append(
     use_pdl, options = launch_options(device)
     limit = None
     if k_scale_number is not None:
-        limit = QUANTISED_LIMITS.get(key_cache.dtype) or torch.finfo(key_cache.dtype).max
+        limit = FINITE_MAX.get(key_cache.dtype, math.inf)
     with device_guard(device):
         swa_append[(rows, kv_heads)](
             key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, k_scale_number, v_scale_number,

@@ -56,7 +56,9 @@ def test_every_element_of_the_output_is_written(backend, splits):
     empty = np.array(lengths) == 0
     inputs.gate = np.where(empty[:, None], np.nan, 0.25).repeat(inputs.query.shape[1], axis=1).astype(np.float32)
     positional, options = torch_arguments(replace(inputs, return_lse=False), device_of(backend))
-    stale = torch.full((*inputs.query.shape[:2], inputs.v_dim), NAN, dtype=positional[0].dtype, device=positional[0].device)
+    stale = torch.full(
+        (*inputs.query.shape[:2], inputs.v_dim), NAN, dtype=positional[0].dtype, device=positional[0].device
+    )
     plan = plan_for(inputs, backend, splits=splits)
     returned = swa_torch.swa_decode(*positional, **options, out=stale, plan=plan)
     assert returned is stale

@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 
 from tests.contract.backends import same_bits
-from tests.failures.probes import RUNNERS, clean, decode, live, step, with_free_page_0, with_invisible, with_unused_entries
+from tests.failures.probes import (
+    RUNNERS,
+    clean,
+    decode,
+    live,
+    step,
+    with_free_page_0,
+    with_invisible,
+    with_unused_entries,
+)
 
 NAN = float("nan")
 

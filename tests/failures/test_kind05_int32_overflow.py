@@ -55,7 +55,7 @@ def test_high_pages_of_a_packed_pool():
     pool[43696:] = random_like((4, 16, 8, 384), 0)
     cache = swa_torch.PagedCache(pool, "pages block kv_heads (kv dim)")
     query, lens = random_like((1, 96, 192), 1), index([64])
-    out = swa_torch.swa_decode(query, cache, index([range(43696, 43700)]), lens, window=512)
+    out = swa_torch.swa_decode(query, cache, index([list(range(43696, 43700))]), lens, window=512)
     contiguous = (pool[43696:, ..., :192].contiguous(), pool[43696:, ..., 192:].contiguous())
     expected = swa_torch.swa_decode(query, contiguous, index([[0, 1, 2, 3]]), lens, window=512)
     assert out.abs().amax() < 100

@@ -60,7 +60,7 @@ def test_append_into_interleaved_keys_and_values(backend):
 
 def test_heads_first_storage(backend):
     """C42, LMCache/LMCache#2826: HND storage as a permuted view, and by the name of its layout."""
-    inputs, query, (key, value), table, lens = arguments(backend, (200, 33), kv_heads=2)
+    _, query, (key, value), table, lens = arguments(backend, (200, 33), kv_heads=2)
     expected = swa_torch.swa_decode(query, (key, value), table, lens, window=512)
     stored = tuple(base.permute(0, 2, 1, 3).contiguous() for base in (key, value))
     views = tuple(base.permute(0, 2, 1, 3) for base in stored)
@@ -139,8 +139,8 @@ def test_gate_of_any_strides(backend, kind, splits):
 
 def test_strided_head_dim_is_refused_by_name(backend):
     """C48, InfiniTensor/InfiniCore#1149: a last stride other than 1 is an error, never a silent copy of the cache."""
-    _, query, (key, value), table, lens = arguments(backend, (40,))
-    wide = torch.zeros(1, HEADS, 2 * 192, dtype=query.dtype, device=query.device)
+    _, query, (key, value), table, lens = arguments(backend, (40,), kv_heads=2)
+    wide = torch.zeros(1, 24, 2 * 192, dtype=query.dtype, device=query.device)
 
     def strided(cache: torch.Tensor) -> torch.Tensor:
         return cache.transpose(-1, -2).contiguous().transpose(-1, -2)

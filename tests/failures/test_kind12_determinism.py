@@ -1,0 +1,95 @@
+"""Kind 12 of the known failures: a request's result does not depend on its neighbours, nor on the run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import swa_torch
+from swa_plan import reference, swa_decode_plan, tolerance
+from tests.contract.backends import BACKENDS, INTERPRETED, plan_for, same_bits, torch_arguments
+from tests.failures.graphs import same
+from tests.failures.probes import BF16_TOLERANCE, GROUP, KV_HEADS, decode, step, subset
+
+BATCHES = (2, 5, 9) if INTERPRETED else (2, 5, 9, 17, 64)
+
+
+def neighbours(count: int) -> list[int]:
+    """Return lengths of which the first is the request that is watched."""
+    longest = 40 if INTERPRETED else 700
+    return [700, *(int(n) for n in np.random.default_rng(count).integers(0, longest, count - 1))]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_neighbours_change_no_bit_in_batch_invariant_mode(backend):
+    """C89, sgl-project/sgl-flash-attn#43: alone and in batches of up to 64, first or last; by default it may drift."""
+    assert [swa_decode_plan(batch, 8, 12, 1, 132, 512)[1] for batch in (1, 2, 5, 9, 17, 64)] == [8, 8, 4, 2, 1, 1]
+    whole = step(neighbours(max(BATCHES)))
+    alone = subset(whole, [0])
+    invariant, invariant_lse = decode(alone, backend, batch_invariant=True)
+    default, _ = decode(alone, backend)
+    tolerance.assert_close(invariant, alone, actual_lse=invariant_lse)
+    fixed = plan_for(whole, backend, splits=8)
+    alone_fixed, _ = decode(alone, backend, plan=fixed)
+    for batch in BATCHES:
+        order = list(range(batch))[:: 1 if batch % 2 else -1]
+        inputs, row = subset(whole, order), order.index(0)
+        out, lse = decode(inputs, backend, batch_invariant=True)
+        assert same_bits(out[row : row + 1], invariant), batch
+        assert same_bits(lse[row : row + 1], invariant_lse), batch
+        drift = decode(inputs, backend)[0][row].astype(np.float32) - default[0].astype(np.float32)
+        assert np.abs(drift).max() <= BF16_TOLERANCE, batch
+        if backend != "cpu":  # its matrix products have the batch's shape
+            assert same_bits(decode(inputs, backend, plan=fixed)[0][row : row + 1], alone_fixed), batch
+
+
+@pytest.mark.gpu
+def test_thousand_runs_give_the_same_bits():
+    """C91, ROCm/FlyDSL#776: no race between splits and combine, with another stream hogging the memory."""
+    lengths = np.random.default_rng(0).integers(4, 5001, 7)
+    inputs = step(lengths, query_len=4)
+    positional, _ = torch_arguments(inputs, torch.device("cuda"))
+    call = {"window": 512, "query_len": 4, "plan": plan_for(inputs, "triton", splits=8)}
+    first = swa_torch.swa_decode(*positional, **call).clone()
+    source = torch.zeros(1 << 28, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    hog = torch.cuda.Stream()
+    hog.wait_stream(torch.cuda.current_stream())
+    equal = torch.ones((), dtype=torch.bool, device="cuda")
+    for run in range(1000):
+        if run % 4 == 0:
+            with torch.cuda.stream(hog):
+                target.copy_(source)
+        equal &= same(swa_torch.swa_decode(*positional, **call), first)
+    torch.cuda.synchronize()
+    assert equal.item()
+    tolerance.assert_close(first.float().cpu().numpy(), inputs)
+
+
+SPLITS = (1, 2, 4, 8)
+MANY = 5 if INTERPRETED else 64
+
+
+@pytest.mark.parametrize("query_len, pack", [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_pack_and_split_is_right_at_every_batch(backend, query_len, pack):
+    """C93, NVIDIA/TensorRT-LLM#18244: no kernel path is reached only by a size that nobody tests."""
+    lengths = np.random.default_rng(query_len).integers(0, 1200, MANY)
+    lengths[:3] = (0, 700, 1200)
+    whole = step(lengths, query_len=query_len, k_dim=64, kv_heads=min(KV_HEADS, 2))
+    few = subset(whole, [0, 1, MANY - 1])
+    single = subset(whole, [1])
+    expected = reference.swa_decode(*whole.arrays(), window=512, query_len=query_len)
+    for splits in SPLITS:
+        plan = plan_for(whole, backend, splits=splits, pack=pack)
+        assert (plan.splits, plan.pack) == (splits, pack)
+        out, _ = decode(whole, backend, plan=plan)
+        assert np.abs(out.astype(np.float64) - expected).max() <= BF16_TOLERANCE
+        rows = out.reshape(MANY, query_len, GROUP * min(KV_HEADS, 2), 64)
+        one, one_lse = decode(single, backend, plan=plan)
+        if splits == 1 or backend != "cpu":  # plain operations do not split
+            tolerance.assert_close(one, single, actual_lse=one_lse)
+            tolerance.assert_close(rows[[0, 1, MANY - 1]].reshape(-1, *rows.shape[2:]), few)
+        if backend != "cpu":
+            assert same_bits(rows[1], one)
