@@ -246,14 +246,15 @@ def _choose_pack(problem: Problem, device: DeviceProfile) -> int:
 
 
 def _choose_splits(problem: Problem, pack: int, device: DeviceProfile) -> int:
-    """Split until the programs fill two or three waves, into even chunks wide enough to pay for their partials."""
+    """Split until the programs fill two to four waves, into even chunks wide enough to pay for their partials."""
     programs = problem.max_requests * ceil_div(problem.query_len, pack) * problem.kv_heads
     programs *= ceil_div(problem.group, MAX_ROWS)
     tall = pack * problem.group > 32
     keys = problem.row_keys + (pack - 1 if tall else 0)
-    granule = _TALL_GRANULE if tall else _WIDE_GRANULE if keys >= 2 * _WIDE_GRANULE else _NARROW_GRANULE
+    wide = keys >= 2 * _WIDE_GRANULE and not problem.quantised
+    granule = _TALL_GRANULE if tall else _WIDE_GRANULE if wide else _NARROW_GRANULE
     chunks = max(1, ceil_div(keys, granule))
-    waves = 3 if tall else 2
+    waves = 4 if problem.quantised else 3 if tall else 2
     most = max(1, min(chunks, waves * device.num_sms // max(1, programs), _MAX_CHOSEN_SPLITS))
     if ceil_div(problem.row_keys, most) > _LONGEST_CHUNK:
         most = max(1, min(chunks, 4 * device.num_sms // max(1, programs), _MAX_CHOSEN_SPLITS))

@@ -33,17 +33,19 @@ def choose_tile(problem: Problem, pack: int, splits: int, device: DeviceProfile,
     programs = problem.max_requests * ceil_div(problem.query_len, pack) * problem.kv_heads * splits
     waves = 0 if invariant else programs // device.num_sms
     chunk = ceil_div(problem.row_keys + pack - 1, splits)
+    small = problem.k_dim + problem.v_dim <= 384  # larger accumulators spill, which decides many of these numbers
     if problem.dtype == "float32":
-        # Products without tensor cores: wider tiles spill (9 times slower at 128 keys).
-        tile = {16: Tile(64, 4, 2), 32: Tile(32, 4, 2)}.get(rows, Tile(16, 8, 2))
+        # Products without tensor cores; at 128 keys they spill and take 9 times as long.
+        tile = Tile(32, 4, 2) if rows <= 32 else Tile(16, 8, 2)
     elif rows > 32:
-        # Elsewhere, and at head size 256, the accumulators of four warps spill.
-        roomy = device.capability in _WARPGROUP_CAPABILITIES and problem.k_dim + problem.v_dim <= 384
-        tile = Tile(32, 4 if roomy else 8, 3)
+        roomy = device.capability in _WARPGROUP_CAPABILITIES
+        tile = Tile(32, 4, 3) if roomy and small else Tile(32 if roomy or small else 16, 8, 3)
     elif rows > 16:
-        tile = Tile(64, 4, 3)
+        tile = Tile(32, 4 if small else 8, 3) if problem.quantised else Tile(64, 4, 3)
     elif problem.quantised:
-        tile = Tile(32, 1, 3) if waves >= _MANY_WAVES else Tile(64, 4, 3)
+        # Conversion costs instructions: one warp does not repeat them, where there are programs enough.
+        one_warp = waves >= _MANY_WAVES and device.capability == 90 and small
+        tile = Tile(32, 1, 3) if one_warp else Tile(64, 4, 2)
     elif waves >= _MANY_WAVES:
         tile = Tile(16, 2, 4)
     elif waves >= 2 and problem.row_keys > 128:

@@ -5,24 +5,11 @@ from __future__ import annotations
 import torch
 
 from swa_plan import Plan
-from swa_plan._checks import check_integer, check_window
-from swa_torch import _op
-from swa_torch._cache import Cache, as_paged_cache
-from swa_torch._device import refuse_interpreted_bfloat16
+from swa_plan._checks import check_integer
+from swa_torch import _op  # noqa: F401  (defines the operators)
+from swa_torch._cache import Cache, cache_views
 from swa_torch._inputs import check_inputs
-from swa_torch._planning import problem_of, resolve_plan
-from swa_torch._validate import (
-    check_head_options,
-    check_no_gradients,
-    check_out,
-    check_out_dtype,
-    check_query_and_cache,
-    check_real,
-    check_rows,
-    check_scale,
-    check_softcap,
-    check_workspace,
-)
+from swa_torch._resolve import Options, Tensors, check_memory, resolve, resolve_traced
 
 
 def swa_decode(
@@ -106,8 +93,7 @@ def swa_decode(
         NotImplementedError: an input requires gradients, or the hardware is not supported.
         RuntimeError: Triton is needed and missing.
     """
-    paged = as_paged_cache(cache)
-    key_cache, value_cache = paged.views(layer)
+    key_cache, value_cache = cache_views(cache, layer)
     return _decode(
         query, key_cache, value_cache, block_table, seq_lens,
         window=window, gate=gate, scale=scale, query_len=query_len, cu_query_lens=cu_query_lens, kv_start=kv_start,
@@ -174,62 +160,33 @@ def _decode(
     While ``torch.compile`` traces, the operator's fake kernel checks the shapes instead, and the operator plans for the
     sizes of the run.
     """
-    check_no_gradients(
-        query=query, key_cache=key_cache, value_cache=value_cache, gate=gate, sinks=sinks, k_scale=k_scale,
-        v_scale=v_scale, out=out,
+    tensors = Tensors(
+        query, key_cache, value_cache, block_table, seq_lens, gate, cu_query_lens, kv_start, kv_end, sinks, k_scale,
+        v_scale, out, workspace,
     )  # fmt: skip
-    check_window(window)
+    options = Options(window, query_len, scale, softcap, out_dtype, plan, backend, batch_invariant)
     traced = torch.compiler.is_compiling()
-    if not traced:
-        check_query_and_cache(query, key_cache, value_cache)
-        check_rows(
-            query, block_table, seq_lens,
-            query_len=query_len, cu_query_lens=cu_query_lens, kv_start=kv_start, kv_end=kv_end,
-        )  # fmt: skip
-        check_head_options(query, gate, sinks)
-    cap = check_softcap(softcap)
-    factor = query.shape[2] ** -0.5 if scale is None else check_real("scale", scale)
-    k_tensor, k_number = check_scale("k_scale", k_scale, key_cache, like=query)
-    v_tensor, v_number = check_scale("v_scale", v_scale, value_cache, like=query)
-    dtype = check_out_dtype(out_dtype, query, out)
-    shape = (query.shape[0], query.shape[1], value_cache.shape[3])
     if validate and (traced or (query.is_cuda and torch.cuda.is_current_stream_capturing())):
         raise ValueError(
             "validate must be False while compiling or capturing a graph, because it reads device data; "
             "call check_inputs(...) before, got validate=True"
         )
-    if plan is not None and not isinstance(plan, (Plan, tuple)):
-        raise TypeError(f"plan must be a Plan or None, got {type(plan).__name__}")
-    text = "" if plan is None else _op.UNCHECKED + plan.text if isinstance(plan, Plan) else f"{plan[0]} {plan[1]}"
-    if not traced:
-        problem = problem_of(
-            query, key_cache, value_cache, block_table,
-            window=window, query_len=query_len, ragged=cu_query_lens is not None,
-        )  # fmt: skip
-        chosen = resolve_plan(problem, query.device, plan, backend, batch_invariant)
-        text = chosen.text
-        if chosen.kernel == "interpret":
-            refuse_interpreted_bfloat16(query=query, gate=gate, out=query.new_empty(0, dtype=dtype))
-        if workspace is not None:
-            check_workspace(workspace, chosen.workspace_layout(query.shape[0])[1], like=query)
-        if out is not None:
-            inputs = {
-                "query": query, "key_cache": key_cache, "value_cache": value_cache, "block_table": block_table,
-                "seq_lens": seq_lens, "gate": gate, "cu_query_lens": cu_query_lens, "kv_start": kv_start,
-                "kv_end": kv_end, "sinks": sinks, "k_scale": k_tensor, "v_scale": v_tensor, "workspace": workspace,
-            }  # fmt: skip
-            name = "output" if isinstance(plan, tuple) else "out"
-            check_out(out, shape, dtype, inputs, like=query, name=name)
+    if traced:
+        resolved = resolve_traced(tensors, options)
+    else:
+        resolved = resolve(tensors, options)
+        check_memory(tensors, name="output" if isinstance(plan, tuple) else "out")
         if validate:
             check_inputs(
                 (key_cache, value_cache), block_table, seq_lens, window=window, query_len=query_len,
                 cu_query_lens=cu_query_lens, kv_start=kv_start, kv_end=kv_end, tokens=query.shape[0],
             )  # fmt: skip
-    output = query.new_empty(shape, dtype=dtype) if out is None else out
+    output = query.new_empty(resolved.shape, dtype=resolved.dtype) if out is None else out
     arguments = (
-        query, key_cache, value_cache, block_table, seq_lens, gate, cu_query_lens, kv_start, kv_end, sinks, k_tensor,
-        v_tensor, factor, k_number, v_number, cap, window, query_len, text, backend, batch_invariant, return_lse,
-        output,
+        query, key_cache, value_cache, block_table, seq_lens, gate, cu_query_lens, kv_start, kv_end, sinks,
+        k_scale if isinstance(k_scale, torch.Tensor) else None, v_scale if isinstance(v_scale, torch.Tensor) else None,
+        resolved.scale, resolved.k_number, resolved.v_number, resolved.softcap, window, query_len, resolved.plan_text,
+        backend, batch_invariant, return_lse, output,
     )  # fmt: skip
     if workspace is None:
         lse = torch.ops.swa_torch.decode(*arguments)

@@ -58,6 +58,7 @@ class PagedCache:
         self.is_views = False
         self.dtype = first.dtype
         self.device = first.device
+        self._views: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @classmethod
     def from_kv(cls, key_cache: torch.Tensor, value_cache: torch.Tensor) -> PagedCache:
@@ -106,7 +107,13 @@ class PagedCache:
             TypeError: ``layer`` is not an integer.
             ValueError: ``layer`` is missing, superfluous or out of range.
         """
-        return layer_views(self.bases, self.layout, self.k_dim, self.v_dim, layer)
+        if torch.compiler.is_compiling():
+            return layer_views(self.bases, self.layout, self.k_dim, self.v_dim, layer)
+        found = self._views.get((layer, type(layer)))
+        if found is None:
+            found = layer_views(self.bases, self.layout, self.k_dim, self.v_dim, layer)
+            self._views[layer, type(layer)] = found
+        return found
 
     @property
     def key_cache(self) -> torch.Tensor:
@@ -133,6 +140,13 @@ def layer_views(
 
 Cache = PagedCache | tuple[torch.Tensor, torch.Tensor]
 """What every entry point takes: a ``PagedCache``, or K and V as ``[pages, block, kv_heads, dim]``."""
+
+
+def cache_views(cache: Cache, layer: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the 4-D views of K and V of whatever a caller passed; a plain pair is checked later, with the query."""
+    if isinstance(cache, tuple) and len(cache) == 2 and layer is None:
+        return cache
+    return as_paged_cache(cache).views(layer)
 
 
 def as_paged_cache(cache: Cache) -> PagedCache:

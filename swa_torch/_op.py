@@ -13,7 +13,7 @@ from swa_plan import CacheLayout, Plan
 from swa_torch import _ops
 from swa_torch._cache import layer_views
 from swa_torch._call import DecodeCall
-from swa_torch._device import interpreter_is_on
+from swa_torch._device import choose_kernel, refuse_interpreted_bfloat16
 from swa_torch._planning import parse_plan, problem_of, resolve_plan
 from swa_torch._validate import check_head_options, check_out, check_query_and_cache, check_rows, check_workspace
 
@@ -47,11 +47,12 @@ def decode_with_workspace(
     if plan.startswith("{"):
         chosen = parse_plan(plan)
     else:
-        given: Plan | tuple[int, ...] | None
+        given: Plan | tuple[int, int] | None = None
         if plan.startswith(UNCHECKED):
             given = parse_plan(plan.removeprefix(UNCHECKED))
-        else:
-            given = tuple(int(number) for number in plan.split()) or None
+        elif plan:
+            splits, pack = plan.split()
+            given = int(splits), int(pack)
         problem = problem_of(
             query, key_cache, value_cache, block_table,
             window=window, query_len=query_len, ragged=cu_query_lens is not None,
@@ -92,7 +93,7 @@ def decode_fake(
     )  # fmt: skip
     check_head_options(query, gate, sinks)
     shape = (query.shape[0], query.shape[1], value_cache.shape[3])
-    check_out(output, shape, output.dtype, {}, like=query)
+    check_out(output, shape, output.dtype, like=query)
     return query.new_empty(query.shape[:2] if return_lse else (0,), dtype=torch.float32)
 
 
@@ -103,21 +104,22 @@ def append(
     """Write checked rows of keys and values into the base(s)."""
     bases = (key_base,) if value_base is None else (key_base, value_base)
     key_cache, value_cache = layer_views(bases, CacheLayout.parse(layout), k_dim, v_dim, layer)
-    if key.device.type == "cpu" and not interpreter_is_on():
-        k_divisor = None if k_scale_number is None else (k_scale_number if k_scale is None else k_scale)
-        v_divisor = None if v_scale_number is None else (v_scale_number if v_scale is None else v_scale)
+    scaled = k_scale_number is not None
+    k_divisor, v_divisor = (
+        None if not scaled else number if tensor is None else tensor
+        for tensor, number in ((k_scale, k_scale_number), (v_scale, v_scale_number))
+    )
+    if choose_kernel(key.device, None) == "ops":
         _ops.append(key, value, key_cache, value_cache, slot_mapping, k_divisor, v_divisor)
         return
     from swa_torch._triton import _launch
 
-    if _launch.readable(key_cache, key.device) is not key_cache:
-        # This chip cannot convert to fp8 e4m3 in a kernel; torch can, and the kernel then copies bytes.
-        key = _ops.quantise(key, k_scale_number if k_scale is None else k_scale, key_cache.dtype).view(torch.uint8)
-        value = _ops.quantise(value, v_scale_number if v_scale is None else v_scale, value_cache.dtype).view(
-            torch.uint8
-        )
-        key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
+    if scaled and not _launch.can_cast_to(key_cache.dtype, key.device):
+        key = _ops.quantise(key, k_divisor, key_cache.dtype)
+        value = _ops.quantise(value, v_divisor, value_cache.dtype)
         k_scale = v_scale = k_scale_number = v_scale_number = None
+    if key.dtype == key_cache.dtype and key.itemsize == 1:
+        key, value, key_cache, value_cache = (each.view(torch.uint8) for each in (key, value, key_cache, value_cache))
     _launch.append(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, k_scale_number, v_scale_number)
 
 
@@ -130,9 +132,12 @@ def merge_states(outs, lses, sinks, gate, output):
     lse = outs.new_empty(outs.shape[1:3], dtype=torch.float32)
     if not outs.shape[1]:
         return lse
-    if outs.device.type == "cpu" and not interpreter_is_on():
+    kernel = choose_kernel(outs.device, None)
+    if kernel == "ops":
         _ops.merge(outs, lses, sinks, gate, output, lse)
     else:
+        if kernel == "interpret":
+            refuse_interpreted_bfloat16(outs=outs, gate=gate, out=output)
         from swa_torch._triton import _launch
 
         _launch.merge(outs, lses, sinks, gate, output, lse)

@@ -156,7 +156,11 @@ def attend(call: DecodeCall, requests: slice, rows: Rows) -> None:
 
 def accumulate_dtype() -> torch.dtype:
     """Return the dtype of matrix products: fp32, or float64 where torch was told that fp32 products may be rounded."""
-    return torch.float32 if torch.get_float32_matmul_precision() == "highest" else torch.float64
+    try:
+        exact = torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # torch refuses to name one precision when its settings differ from each other
+        exact = False
+    return torch.float32 if exact and torch.backends.mkldnn.matmul.fp32_precision in ("ieee", "none") else torch.float64
 
 
 def gather(

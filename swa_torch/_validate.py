@@ -204,13 +204,13 @@ def check_head_options(query: torch.Tensor, gate: torch.Tensor | None, sinks: to
 
 
 def check_out(
-    out: torch.Tensor, shape: tuple, out_dtype: torch.dtype, inputs: dict, *, like: torch.Tensor, name: str = "out"
-) -> None:  # fmt: skip
+    out: torch.Tensor, shape: tuple, out_dtype: torch.dtype, *, like: torch.Tensor, name: str = "out"
+) -> None:
     """Check an output that the caller allocated.
 
     Raises:
         TypeError: dtype.
-        ValueError: shape, strides, device, or overlap with an input or itself.
+        ValueError: shape, strides, device, or overlap with itself.
     """
     check_tensor(name, out, (out_dtype,), shape, like=like)
     reach = 1
@@ -219,8 +219,21 @@ def check_out(
             if stride < reach:
                 raise ValueError(f"{name} must not overlap itself, got strides {list(out.stride())}")
             reach += (size - 1) * stride
-    for other, tensor in inputs.items():
-        if tensor is not None and tensors_overlap(out, tensor):
+
+
+def check_no_overlap(out: torch.Tensor, tensors: dict[str, object], *, name: str = "out") -> None:
+    """Check that an output shares no byte with any of a call's other tensors.
+
+    Raises:
+        ValueError: naming the tensor that it overlaps.
+    """
+    if out.is_meta:
+        return
+    storage = out.untyped_storage().data_ptr()
+    for other, tensor in tensors.items():
+        if other == "out" or not isinstance(tensor, torch.Tensor):
+            continue
+        if tensor.untyped_storage().data_ptr() == storage and tensors_overlap(out, tensor):
             raise ValueError(f"{name} must not overlap an input, got an overlap with {other}")
 
 

@@ -20,8 +20,12 @@ from swa_torch._triton._split import swa_decode_split
 PDL_CAPABILITY = 90
 """Programmatic dependent launch exists from sm_90 on."""
 
-E4M3_CAPABILITY = 89
-"""Chips before sm_89 cannot convert fp8 e4m3; there the kernels take its bits as uint8."""
+PAIR_FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
+LEAST_PAIRED_PIECE = 32
+"""Narrower pieces would leave the tensor cores less than 16 columns."""
+
+FP8_CAPABILITY = 89
+"""Chips before sm_89 cannot convert fp8 themselves; there the kernels take e4m3 as bits."""
 
 
 def device_guard(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -43,10 +47,30 @@ def launch_options(device: torch.device) -> tuple[bool, dict[str, Any]]:
 
 def readable(cache: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a cache as the kernels can read it on this chip."""
-    if cache.dtype == torch.float8_e4m3fn and device.type == "cuda":
-        if device_profile(device).capability < E4M3_CAPABILITY:
-            return cache.view(torch.uint8)
+    if cache.dtype == torch.float8_e4m3fn and 0 < device_profile(device).capability < FP8_CAPABILITY:
+        return cache.view(torch.uint8)
     return cache
+
+
+def can_cast_to(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the append kernel can round to ``dtype``; where it cannot, torch does and the kernel copies.
+
+    Chips before sm_89 cannot convert to fp8 e4m3. Triton's interpreter truncates to bf16, and to fp8 loses a carry.
+    """
+    if interpreter_is_on():
+        return dtype not in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+    return dtype != torch.float8_e4m3fn or device_profile(device).capability >= FP8_CAPABILITY
+
+
+def paired(value_cache: torch.Tensor, piece: int, device: torch.device) -> tuple[torch.Tensor, str | None]:
+    """Return a value cache of one-byte elements as 16-bit pairs with their format's name, where its strides allow."""
+    name = PAIR_FORMATS.get(value_cache.dtype)
+    odd = any(stride % 2 for stride in (value_cache.storage_offset(), *value_cache.stride()[:3]))
+    if name is None or piece < LEAST_PAIRED_PIECE or odd:
+        return value_cache, None
+    if name != "int8" and device_profile(device).capability >= FP8_CAPABILITY:
+        name += "x2"
+    return value_cache.view(torch.int16), name
 
 
 def decode(call: DecodeCall) -> None:
@@ -62,11 +86,14 @@ def decode(call: DecodeCall) -> None:
             call.lse.fill_(-torch.inf)
         return
     device = call.query.device
-    key_cache, value_cache = readable(call.key_cache, device), readable(call.value_cache, device)
+    key_cache = readable(call.key_cache, device)
     use_pdl, options = launch_options(device)
     partial, partial_lse = partials(call, tokens, heads, v_dim)
     k_piece, k_pieces = head_pieces(problem.k_dim)
     v_piece, v_pieces = head_pieces(problem.v_dim)
+    value_cache, pair_format = paired(call.value_cache, v_piece, device)
+    if pair_format is None:
+        value_cache = readable(value_cache, device)
     with device_guard(device):
         swa_decode_split[(plan.programs(requests), plan.splits)](
             call.query, key_cache, value_cache, call.block_table, call.seq_lens, call.cu_query_lens,
@@ -84,7 +111,7 @@ def decode(call: DecodeCall) -> None:
             SPLITS=plan.splits, CHUNK=plan.chunk,
             K_DIM=problem.k_dim, K_PIECE=k_piece, K_PIECES=k_pieces,
             V_DIM=problem.v_dim, V_PIECE=v_piece, V_PIECES=v_pieces,
-            K_SCALE_STEP=scale_step(call.k_scale), V_SCALE_STEP=scale_step(call.v_scale),
+            K_SCALE_STEP=scale_step(call.k_scale), V_SCALE_STEP=scale_step(call.v_scale), PAIRED=pair_format,
             BLOCK_M=plan.rows, BLOCK_N=plan.tile, STAGES=plan.stages, USE_PDL=use_pdl,
             num_warps=plan.warps, **options,
         )  # fmt: skip

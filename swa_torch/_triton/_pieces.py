@@ -96,6 +96,98 @@ def weigh_values(weights, value, accumulator, alpha, DTYPE: tl.constexpr, PIECES
     return summed
 
 
+def pairs_ptx(pair_type: str, finish: str) -> str:
+    """Return PTX that converts two 16-bit pairs of fp8 to fp16 in hardware, ``a`` and ``b``, then finishes them."""
+    return f"""{{
+        .reg .b16 key0, key1, h<4>;
+        .reg .b32 a, b;
+        .reg .f32 f<4>;
+        mov.b32 {{key0, key1}}, $2;
+        cvt.rn.f16x2.{pair_type} a, key0;
+        cvt.rn.f16x2.{pair_type} b, key1;
+        {finish}
+    }}"""
+
+
+REGROUP = "prmt.b32 $0, a, b, 0x5410; prmt.b32 $1, a, b, 0x7632;"
+REGROUP_AS_BF16 = """mov.b32 {h0, h1}, a; mov.b32 {h2, h3}, b;
+        cvt.f32.f16 f0, h0; cvt.f32.f16 f1, h1; cvt.f32.f16 f2, h2; cvt.f32.f16 f3, h3;
+        cvt.rn.bf16x2.f32 $0, f2, f0; cvt.rn.bf16x2.f32 $1, f3, f1;"""
+E4M3_TO_FP16: tl.constexpr = tl.constexpr(pairs_ptx("e4m3x2", REGROUP))
+E4M3_TO_BF16: tl.constexpr = tl.constexpr(pairs_ptx("e4m3x2", REGROUP_AS_BF16))
+E5M2_TO_FP16: tl.constexpr = tl.constexpr(pairs_ptx("e5m2x2", REGROUP))
+E5M2_TO_BF16: tl.constexpr = tl.constexpr(pairs_ptx("e5m2x2", REGROUP_AS_BF16))
+
+
+@triton.jit
+def pairs_to_bf16(pairs, PTX: tl.constexpr):
+    """Run a PTX conversion to bf16: ``(even, odd)``."""
+    return tl.inline_asm_elementwise(PTX, "=&r,=&r,r", [pairs], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)
+
+
+@triton.jit
+def pairs_to_fp16(pairs, PTX: tl.constexpr):
+    """Run a PTX conversion to fp16: ``(even, odd)``."""
+    return tl.inline_asm_elementwise(PTX, "=&r,=&r,r", [pairs], (tl.float16, tl.float16), is_pure=True, pack=2)
+
+
+@triton.jit
+def widen_byte(byte, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """Convert stored bytes held as int16 in 0..255 to the compute dtype, exactly and without 8-bit registers."""
+    if FORMAT == "int8":
+        return ((byte << 8) >> 8).to(tl.float32).to(DTYPE)
+    elif FORMAT == "e5m2" or FORMAT == "e5m2x2":
+        return (byte << 8).to(tl.float16, bitcast=True).to(DTYPE)
+    else:
+        magnitude = byte & 0x7F
+        half = (((byte & 0x80) << 8) | (magnitude << 7)).to(tl.float16, bitcast=True) * 256.0
+        return tl.where(magnitude == 0x7F, float("nan"), half).to(DTYPE)
+
+
+@triton.jit
+def widen_pairs(pairs, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """Convert pairs of stored bytes to ``(even, odd)`` in the compute dtype; ``x2`` formats have hardware for it."""
+    if FORMAT == "e4m3x2" and DTYPE == tl.bfloat16:
+        return pairs_to_bf16(pairs, E4M3_TO_BF16)
+    elif FORMAT == "e4m3x2" and DTYPE == tl.float16:
+        return pairs_to_fp16(pairs, E4M3_TO_FP16)
+    elif FORMAT == "e5m2x2" and DTYPE == tl.bfloat16:
+        return pairs_to_bf16(pairs, E5M2_TO_BF16)
+    elif FORMAT == "e5m2x2" and DTYPE == tl.float16:
+        return pairs_to_fp16(pairs, E5M2_TO_FP16)
+    else:
+        return widen_byte(pairs & 0xFF, FORMAT, DTYPE), widen_byte((pairs >> 8) & 0xFF, FORMAT, DTYPE)
+
+
+@triton.jit
+def weigh_pairs(
+    weights, pairs, accumulator, alpha, FORMAT: tl.constexpr, DTYPE: tl.constexpr, PIECES: tl.constexpr
+):  # fmt: skip
+    """Like ``weigh_values`` for values read as 16-bit pairs; the accumulator holds even and odd dims in turn.
+
+    A tensor core wants neighbouring keys side by side. Transposing 16-bit elements is one instruction for many,
+    transposing bytes is a load of each.
+    """
+    rounded = weights.to(DTYPE)
+    summed = ()
+    for i in tl.static_range(PIECES):
+        even, odd = widen_pairs(pairs[i], FORMAT, DTYPE)
+        summed = summed + (
+            tl.dot(rounded, even, accumulator[2 * i] * alpha[:, None], input_precision="ieee"),
+            tl.dot(rounded, odd, accumulator[2 * i + 1] * alpha[:, None], input_precision="ieee"),
+        )
+    return summed
+
+
+@triton.jit
+def interleave_pieces(halves, PIECES: tl.constexpr):
+    """Put even and odd dims back into order."""
+    pieces = ()
+    for i in tl.static_range(PIECES):
+        pieces = pieces + (tl.interleave(halves[2 * i], halves[2 * i + 1]),)
+    return pieces
+
+
 @triton.jit
 def softmax_step(logits, running_max, total):
     """One step of the online softmax in base 2: ``(weights, alpha, running_max, total)``.

@@ -11,6 +11,7 @@ from swa_torch._triton._pieces import (
     LN2,
     LOG2E,
     add_sink,
+    interleave_pieces,
     load_pieces,
     log_sum_exp,
     query_key,
@@ -21,6 +22,7 @@ from swa_torch._triton._pieces import (
     softmax_step,
     store_pieces,
     tanh,
+    weigh_pairs,
     weigh_values,
     zero_pieces,
 )
@@ -75,7 +77,7 @@ def swa_decode_split(
     BLOCK: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
     K_DIM: tl.constexpr, K_PIECE: tl.constexpr, K_PIECES: tl.constexpr,
     V_DIM: tl.constexpr, V_PIECE: tl.constexpr, V_PIECES: tl.constexpr,
-    K_SCALE_STEP: tl.constexpr, V_SCALE_STEP: tl.constexpr,
+    K_SCALE_STEP: tl.constexpr, V_SCALE_STEP: tl.constexpr, PAIRED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend ``PACK`` rows x ``HEAD_TILE`` heads to one chunk; grid ``(requests * row tiles * kv heads * head tiles,
@@ -157,7 +159,10 @@ def swa_decode_split(
         qk_scale = qk_scale * LOG2E
     running_max = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     total = tl.where(beyond_table, float("nan"), 0.0)
-    accumulator = zero_pieces(BLOCK_M, V_PIECE, V_PIECES)
+    if PAIRED is None:
+        accumulator = zero_pieces(BLOCK_M, V_PIECE, V_PIECES)
+    else:
+        accumulator = zero_pieces(BLOCK_M, V_PIECE // 2, 2 * V_PIECES)
     table = BlockTable + request.to(tl.int64) * table_row
     key_head = KeyCache + kv_head.to(tl.int64) * K_HEAD
     value_head = ValueCache + kv_head.to(tl.int64) * V_HEAD
@@ -185,8 +190,14 @@ def swa_decode_split(
         logits = tl.where(visible, logits, -float("inf"))
         weights, alpha, running_max, total = softmax_step(logits, running_max, total)
         value_base = value_head + (page * V_PAGE + slot * V_SLOT)[:, None]
-        value = load_pieces(value_base, readable, V_DIM, V_PIECE, V_PIECES)
-        accumulator = weigh_values(weights, value, accumulator, alpha, DTYPE, V_PIECES)
+        if PAIRED is None:
+            value = load_pieces(value_base, readable, V_DIM, V_PIECE, V_PIECES)
+            accumulator = weigh_values(weights, value, accumulator, alpha, DTYPE, V_PIECES)
+        else:
+            pairs = load_pieces(value_base, readable, V_DIM // 2, V_PIECE // 2, V_PIECES)
+            accumulator = weigh_pairs(weights, pairs, accumulator, alpha, PAIRED, DTYPE, V_PIECES)
+    if PAIRED is not None:
+        accumulator = interleave_pieces(accumulator, V_PIECES)
 
     # --- store ---
     if VScale is not None:

@@ -109,6 +109,12 @@ def decode_gated(inputs: Inputs, backend: str, *, splits: int, pack: int = 1, fi
     return output.float().cpu().numpy()
 
 
+def aligned_workspace(size: int, device: torch.device) -> torch.Tensor:
+    """Return at least ``size`` bytes of workspace that hold NaN, aligned to 256 bytes."""
+    floats = torch.full((size // 4 + 65,), float("nan"), device=device)
+    return floats.view(torch.uint8)[-floats.data_ptr() % 256 :]
+
+
 def place(inputs: Inputs, request: int, positions: int | Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
     """Return ``(pages, offsets)`` of positions of a request: indices of the first two cache axes."""
     position = np.asarray(positions)

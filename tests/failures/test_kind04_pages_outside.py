@@ -28,7 +28,7 @@ def splits(request):
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_nan_left_of_the_window_leaks_nowhere(runner, splits):
     """C30, vllm-project/vllm#30887: pages 0..53 and the head of page 54 are NaN in K and V."""
-    inputs = step((1000,), window=128)
+    inputs = with_free_page_0(step((1000,), window=128))
     assert live(inputs, 0)[0] == 872
     expected, expected_lse = decode(clean(inputs), runner, splits=splits)
     out, lse = decode(with_invisible(inputs, NAN), runner, splits=splits)

@@ -53,7 +53,7 @@ def test_pages_that_are_no_power_of_two(runner, block):
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_pages_smaller_than_a_tile(runner, block):
     """C53, tenstorrent/tt-metal#38004: what fills up a tile gets no weight, not even exp(0)."""
-    inputs = step((1, 3, 63, 64, 65, 513), block=64)
+    inputs = step((1, 3, 63, 64, 65) if INTERPRETED else (1, 3, 63, 64, 65, 513), block=64)
     small = repaged(inputs, block)
     out, lse = decode(small, runner)
     expected, _ = decode(inputs, runner)

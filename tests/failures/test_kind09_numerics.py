@@ -27,6 +27,7 @@ from tests.failures.probes import (
     decode,
     decode_gated,
     step,
+    with_free_page_0,
     with_invisible,
 )
 
@@ -105,9 +106,9 @@ def test_huge_logits_do_not_overflow(runner, dtype, splits):
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_tail_of_the_last_page_leaks_nowhere(runner, value):
     """C67, Dao-AILab/flash-attention#2374: 0 * NaN is NaN, so the tail's loads are masked, not only its weights."""
-    inputs = step((1, 15, 17, 513))
+    inputs = with_free_page_0(step((1, 15, 17, 513)))
     expected, expected_lse = decode(clean(inputs), runner)
-    for tensors in ({"keys": False}, {"values": False}, {}):
+    for tensors in ({"keys": False}, {"values": False}, {}) if value == INF or not INTERPRETED else ({},):
         out, lse = decode(with_invisible(inputs, value, **tensors), runner)
         assert same_bits(out, expected), tensors
         assert same_bits(lse, expected_lse), tensors

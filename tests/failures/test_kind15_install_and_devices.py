@@ -17,7 +17,7 @@ import swa_torch
 from swa_plan import reference, tolerance
 from tests.contract.backends import INTERPRETED, torch_arguments
 from tests.failures.graphs import capture
-from tests.failures.probes import step
+from tests.failures.probes import aligned_workspace, step
 
 ROOT = Path(__file__).parents[2]
 
@@ -152,7 +152,7 @@ def check_mixed_devices(device: torch.device, other: torch.device) -> None:
         "k_scale": torch.ones((), device=device), "v_scale": torch.ones(1, device=device),
         "cu_query_lens": torch.tensor([0, 1], dtype=torch.int32, device=device),
         "kv_start": torch.zeros_like(lens), "kv_end": lens.clone(), "out": torch.full_like(query, 7.0),
-        "workspace": torch.zeros(1 << 20, dtype=torch.uint8, device=device),
+        "workspace": aligned_workspace(1 << 20, device),
     }  # fmt: skip
 
     def call(query, key_cache, value_cache, block_table, seq_lens, **options):

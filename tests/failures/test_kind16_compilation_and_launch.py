@@ -24,47 +24,65 @@ ROOT = Path(__file__).parents[2]
 CUDA = torch.device("cuda")
 COMPILES = pytest.mark.skipif(INTERPRETED, reason="Triton interprets in this process")
 
-ROWS = {16: 1, 32: 2, 64: 4}
-"""Rows of a program's matrix products, and the verify rows of 12 heads that fill them."""
+QUERY_LENS = (1, 2, 4)
+"""Verify rows that make 16, 32 and 64 matrix rows of a program of 12 heads where the planner packs them."""
 
 SHARED_LIMITS = {"a100": 163 << 10, "h200": 227 << 10, "b200": 227 << 10, "rtx4090": 101_376, "rtx5090": 101_376}
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-def planned(rows: int, dtype: str, device: str) -> swa_torch.Plan:
-    """Return the planner's choice for enough requests that it packs all verify rows."""
-    problem = Problem(64, 96, 8, 192, 192, 512, 16, 64, query_len=ROWS[rows], dtype=dtype)
-    made = plan(problem, DeviceProfile.named(device))
-    assert made.rows == rows
-    return made
+def verify_problem(query_len: int, dtype: str) -> Problem:
+    """Return a step of enough requests that packing leaves no processor idle."""
+    return Problem(64, 96, 8, 192, 192, 512, 16, 64, query_len=query_len, dtype=dtype)
+
+
+def planned(query_len: int, dtype: str, device: str) -> swa_torch.Plan:
+    """Return the planner's own choice."""
+    return plan(verify_problem(query_len, dtype), DeviceProfile.named(device))
 
 
 @pytest.mark.parametrize("device", SHARED_LIMITS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", ROWS)
-def test_planned_tile_fits_into_shared_memory(rows, dtype, device):
+@pytest.mark.parametrize("query_len", QUERY_LENS)
+def test_planned_tile_fits_into_shared_memory(query_len, dtype, device):
     """C121, vllm-project/vllm#33846: 99 KB on sm_86, sm_89 and sm_120, by the planner's own estimate."""
-    made = planned(rows, dtype, device)
-    estimate = shared_bytes(made.problem, rows, Tile(made.tile, made.warps, made.stages))
+    made = planned(query_len, dtype, device)
+    estimate = shared_bytes(made.problem, made.rows, Tile(made.tile, made.warps, made.stages))
     assert 0 < estimate <= SHARED_LIMITS[device]
     assert DeviceProfile.named(device).shared_memory == SHARED_LIMITS[device]
 
 
+def test_planner_packs_the_rows_of_half_precision():
+    """C121, vllm-project/vllm#33846: so that the compilations below are of 16, 32 and 64 rows."""
+    assert [planned(query_len, "bfloat16", "rtx5090").rows for query_len in QUERY_LENS] == [16, 32, 64]
+
+
 # Every combination where shared memory is smallest, the largest one elsewhere: each compilation takes seconds.
-COMPILED = [(120, rows, dtype) for rows in ROWS for dtype in DTYPES] + [
-    (80, 64, "float32"),
-    (90, 64, "float32"),
-    (100, 64, "float32"),
+COMPILED = [(120, query_len, dtype) for query_len in QUERY_LENS for dtype in DTYPES] + [
+    (80, 4, "float32"),
+    (90, 4, "float32"),
+    (100, 4, "float32"),
 ]
 
 
 @COMPILES
-@pytest.mark.parametrize("capability, rows, dtype", COMPILED)
-def test_compiled_kernel_fits_into_shared_memory(capability, rows, dtype, monkeypatch):
+@pytest.mark.parametrize("query_len, dtype", [(4, "bfloat16"), (4, "float32")])
+def test_packing_by_hand_fits_into_shared_memory(query_len, dtype, monkeypatch):
+    """C121, vllm-project/vllm#33846: what `swa_decode_gated(..., pack=4)` launches on sm_120."""
+    offline = pytest.importorskip("tests.compile.offline")
+    made = swa_torch.Plan.from_splits(verify_problem(query_len, dtype), 1, query_len)
+    assert made.rows == 64
+    split, _ = offline.record_decode(monkeypatch, made, 120)
+    assert 0 < split.compile(120).shared_bytes <= SHARED_LIMITS["rtx5090"]
+
+
+@COMPILES
+@pytest.mark.parametrize("capability, query_len, dtype", COMPILED)
+def test_compiled_kernel_fits_into_shared_memory(capability, query_len, dtype, monkeypatch):
     """C121, vllm-project/vllm#33846: what the compiler really takes, compiled without such a GPU."""
     offline = pytest.importorskip("tests.compile.offline")
     device = offline.PROFILES[capability]
-    split, _ = offline.record_decode(monkeypatch, planned(rows, dtype, device), capability)
+    split, _ = offline.record_decode(monkeypatch, planned(query_len, dtype, device), capability)
     assert 0 < split.compile(capability).shared_bytes <= SHARED_LIMITS[device]
 
 
@@ -187,7 +205,7 @@ def test_dependent_launch_is_used_only_where_it_exists(monkeypatch):
         pytest.skip("launch options are of compiled kernels")
     for capability in (80, 90, 100, 120):
         for splits in (1, 8):
-            made = replace(planned(16, "float32", offline.PROFILES[capability]), splits=splits)
+            made = replace(planned(1, "float32", offline.PROFILES[capability]), splits=splits)
             with monkeypatch.context() as patch:
                 recorders = offline.record_decode(patch, made, capability)
             launches = [options for recorder in recorders for _, options in recorder.launches]

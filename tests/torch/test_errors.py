@@ -252,7 +252,9 @@ DECODE = {
         lambda w: w.decode(cache=tuple(base[0] for base in w.cache.bases)), ValueError, ("16, 2, 64",)
     ),
     "cache-strides": Wrong(
-        lambda w: w.decode(cache=tuple(strided(base) for base in w.cache.bases)), ValueError, ("stride", "2)")
+        lambda w: w.decode(cache=tuple(strided(base) for base in w.cache.bases)),
+        ValueError,
+        ("key_cache", "stride 1", "2]"),
     ),
     "cache-device": Wrong(
         lambda w: w.decode(cache=tuple(base.to("meta") for base in w.cache.bases)), ValueError, ("key_cache", "meta")
