@@ -17,8 +17,8 @@ from swa_plan._shapes import ceil_div, next_power_of_two
 from swa_plan._tiles import choose_tile
 
 KERNELS = ("portable", "hopper", "ops", "interpret")
-MAX_ROWS = 64
-"""Rows (packed query rows times heads) that one program takes: more do not fit in registers at head size 256."""
+MAX_PACKED_ROWS = 64
+"""The original kernel's rule for packed query rows times heads."""
 
 MAX_SPLITS = 65535
 """CUDA's limit for the second axis of a grid."""
@@ -66,16 +66,17 @@ class Plan:
         check_integer("splits", self.splits, minimum=1, maximum=MAX_SPLITS)
         check_integer("pack", self.pack, minimum=1, maximum=self.problem.query_len)
         group = self.problem.group
-        if self.pack > 1 and self.pack * group > MAX_ROWS:
+        if self.pack > 1 and self.pack * group > MAX_PACKED_ROWS:
             raise ValueError(
-                f"pack * group must be at most {MAX_ROWS} (or pack 1), got pack={self.pack} and group={group}"
+                f"pack * group must be at most {MAX_PACKED_ROWS} (or pack 1), got pack={self.pack} and group={group}"
             )
         for name in ("tile", "warps"):
             value = check_integer(name, getattr(self, name), minimum=1)
             if value & (value - 1):
                 raise ValueError(f"{name} must be a power of two, got {value}")
         check_integer("tile", self.tile, minimum=16)
-        check_integer("stages", self.stages, minimum=1)
+        # With one stage, triton 3.6 compiles a kernel for sm_90 that may fault (seen with 128 keys of an fp8 cache).
+        check_integer("stages", self.stages, minimum=2)
         check_integer("chunk", self.chunk, minimum=0)
         if self.chunk % self.tile:
             raise ValueError(f"chunk must be a multiple of tile, got chunk={self.chunk} and tile={self.tile}")
@@ -106,19 +107,9 @@ class Plan:
         return self.chunk > 0
 
     @property
-    def head_tiles(self) -> int:
-        """Programs that share one kv head's group where it has more than 64 heads."""
-        return ceil_div(self.problem.group, MAX_ROWS)
-
-    @property
-    def head_tile(self) -> int:
-        """Query heads of a group that one program takes."""
-        return ceil_div(self.problem.group, self.head_tiles)
-
-    @property
     def rows(self) -> int:
         """Rows of a program's matrix products, padded to a power of two of at least 16."""
-        return max(16, next_power_of_two(self.pack * self.head_tile))
+        return max(16, next_power_of_two(self.pack * self.problem.head_tile))
 
     @property
     def row_tiles(self) -> int:
@@ -127,7 +118,7 @@ class Plan:
 
     def programs(self, requests: int) -> int:
         """Return the programs of a batch, before splitting."""
-        return requests * self.row_tiles * self.problem.kv_heads * self.head_tiles
+        return requests * self.row_tiles * self.problem.kv_heads * self.problem.head_tiles
 
     def workspace_layout(self, tokens: int) -> tuple[int, int]:
         """Return ``(offset of the partial LSEs, total bytes)`` of the workspace for a batch of ``tokens`` rows.
@@ -188,8 +179,8 @@ class Plan:
             f"kernel {self.kernel} on {self.device or 'any device'}",
             f"{problem.heads} query heads over {problem.kv_heads} kv heads (group {problem.group}), head size "
             f"{problem.k_dim}/{problem.v_dim}, window {problem.window}, {problem.query_len} row(s) a request",
-            f"pack {self.pack}: a program takes {self.pack} row(s) x {self.head_tile} heads "
-            f"= {self.pack * self.head_tile} of {self.rows} matrix rows",
+            f"pack {self.pack}: a program takes {self.pack} row(s) x {problem.head_tile} heads "
+            f"= {self.pack * problem.head_tile} of {self.rows} matrix rows",
             f"splits {self.splits}: {keys} live keys at most, "
             + (
                 f"chunks of {self.chunk} keys cut at absolute positions (batch-invariant)"
@@ -238,7 +229,7 @@ def _choose_pack(problem: Problem, device: DeviceProfile) -> int:
     """Pack rows so that overlapping windows are read once, unless that would leave most of the GPU idle."""
     if problem.dtype == "float32":
         return 1  # without tensor cores, wider products cost more than the reads that they save
-    most = min(problem.query_len, max(1, MAX_ROWS // problem.group))
+    most = min(problem.query_len, max(1, MAX_PACKED_ROWS // problem.group))
     row_tiles = ceil_div(problem.query_len, most)
     packed = ceil_div(problem.query_len, row_tiles)
     programs = problem.max_requests * row_tiles * problem.kv_heads
@@ -248,7 +239,7 @@ def _choose_pack(problem: Problem, device: DeviceProfile) -> int:
 def _choose_splits(problem: Problem, pack: int, device: DeviceProfile) -> int:
     """Split until the programs fill two to four waves, into even chunks wide enough to pay for their partials."""
     programs = problem.max_requests * ceil_div(problem.query_len, pack) * problem.kv_heads
-    programs *= ceil_div(problem.group, MAX_ROWS)
+    programs *= problem.head_tiles
     tall = pack * problem.group > 32
     keys = problem.row_keys + (pack - 1 if tall else 0)
     wide = keys >= 2 * _WIDE_GRANULE and not problem.quantised
@@ -268,8 +259,8 @@ def _invariant_plan(problem: Problem, device: DeviceProfile, kernel: str, device
     padded matrix, because a wider one may sum in another order.
     """
     single = replace(problem, max_requests=1, query_len=1, max_tokens=None, ragged=False)
-    rows = Plan(single, kernel, 1, 1, 16, 1, 1).rows
-    pack = min(problem.query_len, max(1, min(rows, MAX_ROWS) // problem.group))
+    rows = Plan(single, kernel, 1, 1, 16, 1, 2).rows
+    pack = min(problem.query_len, max(1, rows // problem.group))
     tile = choose_tile(single, 1, 1, device, invariant=True)
     chunk = max(_INVARIANT_CHUNK, ceil_div(problem.row_keys, _INVARIANT_CHUNKS))
     chunk = ceil_div(chunk, tile.keys) * tile.keys

@@ -9,10 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swa_plan._checks import check_head_dim, check_heads, check_integer, check_window
+from swa_plan._shapes import ceil_div
 
 QUERY_DTYPES = ("bfloat16", "float16", "float32")
 QUANTISED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
+
+MAX_ROWS = {"bfloat16": 64, "float16": 64, "float32": 32}
+"""Rows (packed query rows times heads) that one program takes: more do not fit in registers and shared memory."""
 
 MAX_POSITIONS = 1 << 30
 """Positions are 32-bit in the kernels; a table may address at most this many."""
@@ -91,9 +95,24 @@ class Problem:
         return self.heads // self.kv_heads
 
     @property
+    def head_tiles(self) -> int:
+        """Programs that share one kv head's group, where it has more heads than one program's matrix products take."""
+        return ceil_div(self.group, MAX_ROWS[self.dtype])
+
+    @property
+    def head_tile(self) -> int:
+        """Query heads of a group that one program takes."""
+        return ceil_div(self.group, self.head_tiles)
+
+    @property
+    def stored_dtype(self) -> str:
+        """Name of the dtype that the cache stores."""
+        return self.cache_dtype or self.dtype
+
+    @property
     def quantised(self) -> bool:
         """Whether a stored value means ``stored * scale``."""
-        return self.cache_dtype != self.dtype
+        return self.stored_dtype != self.dtype
 
     @property
     def capacity(self) -> int:
@@ -113,5 +132,4 @@ class Problem:
     @property
     def key_bytes(self) -> int:
         """Bytes of one position's key and value, all kv heads."""
-        assert self.cache_dtype is not None
-        return self.kv_heads * (self.k_dim + self.v_dim) * ITEM_BYTES[self.cache_dtype]
+        return self.kv_heads * (self.k_dim + self.v_dim) * ITEM_BYTES[self.stored_dtype]

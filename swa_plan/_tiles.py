@@ -29,7 +29,7 @@ def choose_tile(problem: Problem, pack: int, splits: int, device: DeviceProfile,
     Few programs want one wide tile each, whose loads are all in flight at once; a GPU that is full many times over
     wants many small programs (4.3 TB/s of 4.48 at 2048 programs).
     """
-    rows = max(16, next_power_of_two(pack * min(problem.group, 64)))
+    rows = max(16, next_power_of_two(pack * problem.head_tile))
     programs = problem.max_requests * ceil_div(problem.query_len, pack) * problem.kv_heads * splits
     waves = 0 if invariant else programs // device.num_sms
     chunk = ceil_div(problem.row_keys + pack - 1, splits)
@@ -45,7 +45,7 @@ def choose_tile(problem: Problem, pack: int, splits: int, device: DeviceProfile,
     elif problem.quantised:
         # Conversion costs instructions: one warp does not repeat them, where there are programs enough.
         one_warp = waves >= _MANY_WAVES and device.capability == 90 and small
-        tile = Tile(32, 1, 3) if one_warp else Tile(64, 4, 2)
+        tile = Tile(32, 1, 3) if one_warp else Tile(64, 4, 3)
     elif waves >= _MANY_WAVES:
         tile = Tile(16, 2, 4)
     elif waves >= 2 and problem.row_keys > 128:
@@ -54,10 +54,8 @@ def choose_tile(problem: Problem, pack: int, splits: int, device: DeviceProfile,
         tile = Tile(128, 4, 2) if invariant or chunk <= 256 or _key_bytes(problem) <= 512 else Tile(64, 4, 2)
     if not invariant:
         tile = tile._replace(keys=min(tile.keys, max(16, next_power_of_two(chunk))))
-    for smaller in (tile, *_shrunk(tile)):
-        if shared_bytes(problem, rows, smaller) <= device.shared_memory:
-            return smaller
-    return Tile(16, tile.warps, 1)
+    fitting = (each for each in (tile, *_shrunk(tile)) if shared_bytes(problem, rows, each) <= device.shared_memory)
+    return next(fitting, Tile(16, tile.warps, 2))
 
 
 def _key_bytes(problem: Problem) -> int:
@@ -72,10 +70,12 @@ def _shrunk(tile: Tile) -> list[Tile]:
 
 
 def shared_bytes(problem: Problem, rows: int, tile: Tile) -> int:
-    """Return an upper estimate of a program's shared memory: query, pipelined keys and values, and a converted copy."""
+    """Return an upper estimate of a program's shared memory.
+
+    Query, pipelined keys and values, a converted copy of one of them, and scratch for the softmax's reductions.
+    """
     k_width, v_width = (piece * pieces for piece, pieces in (head_pieces(problem.k_dim), head_pieces(problem.v_dim)))
-    assert problem.cache_dtype is not None
-    stored, computed = ITEM_BYTES[problem.cache_dtype], ITEM_BYTES[problem.dtype]
-    buffers = max(1, tile.stages - 1)
-    keys = tile.keys * (k_width + v_width)
-    return rows * k_width * computed + keys * stored * buffers + (keys * computed if stored != computed else 0)
+    stored, computed = ITEM_BYTES[problem.stored_dtype], ITEM_BYTES[problem.dtype]
+    pipelined = tile.keys * (k_width + v_width) * stored * (tile.stages - 1)
+    converted = tile.keys * max(k_width, v_width) * computed if problem.quantised else 0
+    return rows * k_width * computed + pipelined + converted + rows * tile.keys * 4 + 1024

@@ -104,9 +104,8 @@ def append(
     """Write checked rows of keys and values into the base(s)."""
     bases = (key_base,) if value_base is None else (key_base, value_base)
     key_cache, value_cache = layer_views(bases, CacheLayout.parse(layout), k_dim, v_dim, layer)
-    scaled = k_scale_number is not None
     k_divisor, v_divisor = (
-        None if not scaled else number if tensor is None else tensor
+        None if number is None else number if tensor is None else tensor
         for tensor, number in ((k_scale, k_scale_number), (v_scale, v_scale_number))
     )
     if choose_kernel(key.device, None) == "ops":
@@ -114,7 +113,8 @@ def append(
         return
     from swa_torch._triton import _launch
 
-    if scaled and not _launch.can_cast_to(key_cache.dtype, key.device):
+    rounds = k_divisor is not None and v_divisor is not None
+    if rounds and not _launch.can_cast_to(key_cache.dtype, key.device):
         key = _ops.quantise(key, k_divisor, key_cache.dtype)
         value = _ops.quantise(value, v_divisor, value_cache.dtype)
         k_scale = v_scale = k_scale_number = v_scale_number = None

@@ -160,7 +160,9 @@ def accumulate_dtype() -> torch.dtype:
         exact = torch.get_float32_matmul_precision() == "highest"
     except RuntimeError:  # torch refuses to name one precision when its settings differ from each other
         exact = False
-    return torch.float32 if exact and torch.backends.mkldnn.matmul.fp32_precision in ("ieee", "none") else torch.float64
+    mkldnn = getattr(torch.backends.mkldnn, "matmul", None)
+    exact = exact and getattr(mkldnn, "fp32_precision", "none") in ("ieee", "none")
+    return torch.float32 if exact else torch.float64
 
 
 def gather(

@@ -62,13 +62,16 @@ def can_cast_to(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype != torch.float8_e4m3fn or device_profile(device).capability >= FP8_CAPABILITY
 
 
-def paired(value_cache: torch.Tensor, piece: int, device: torch.device) -> tuple[torch.Tensor, str | None]:
-    """Return a value cache of one-byte elements as 16-bit pairs with their format's name, where its strides allow."""
+def paired(value_cache: torch.Tensor, piece: int, query: torch.Tensor) -> tuple[torch.Tensor, str | None]:
+    """Return a value cache of one-byte elements as 16-bit pairs with their format's name, where its strides allow.
+
+    Products in fp32 do not run on tensor cores and gain nothing from pairs.
+    """
     name = PAIR_FORMATS.get(value_cache.dtype)
     odd = any(stride % 2 for stride in (value_cache.storage_offset(), *value_cache.stride()[:3]))
-    if name is None or piece < LEAST_PAIRED_PIECE or odd:
+    if name is None or piece < LEAST_PAIRED_PIECE or odd or query.dtype == torch.float32:
         return value_cache, None
-    if name != "int8" and device_profile(device).capability >= FP8_CAPABILITY:
+    if name != "int8" and device_profile(query.device).capability >= FP8_CAPABILITY:
         name += "x2"
     return value_cache.view(torch.int16), name
 
@@ -91,7 +94,7 @@ def decode(call: DecodeCall) -> None:
     partial, partial_lse = partials(call, tokens, heads, v_dim)
     k_piece, k_pieces = head_pieces(problem.k_dim)
     v_piece, v_pieces = head_pieces(problem.v_dim)
-    value_cache, pair_format = paired(call.value_cache, v_piece, device)
+    value_cache, pair_format = paired(call.value_cache, v_piece, call.query)
     if pair_format is None:
         value_cache = readable(value_cache, device)
     with device_guard(device):
@@ -105,7 +108,7 @@ def decode(call: DecodeCall) -> None:
             K_PAGE=key_cache.stride(0), K_SLOT=key_cache.stride(1), K_HEAD=key_cache.stride(2),
             V_PAGE=value_cache.stride(0), V_SLOT=value_cache.stride(1), V_HEAD=value_cache.stride(2),
             OUT_TOKEN=call.output.stride(0), OUT_HEAD=call.output.stride(1),
-            KV_HEADS=problem.kv_heads, GROUP=problem.group, HEAD_TILE=plan.head_tile, HEAD_TILES=plan.head_tiles,
+            KV_HEADS=problem.kv_heads, GROUP=problem.group, HEAD_TILE=problem.head_tile, HEAD_TILES=problem.head_tiles,
             QUERY_LEN=problem.query_len, PACK=plan.pack, ROW_TILES=plan.row_tiles,
             BLOCK=problem.block, WINDOW=problem.window if within_reach(problem.window) else None,
             SPLITS=plan.splits, CHUNK=plan.chunk,

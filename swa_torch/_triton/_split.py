@@ -37,6 +37,14 @@ def clamp_position(position):
 
 
 @triton.jit
+def ragged_rows(CuQueryLens, request, tokens):
+    """Return ``(first token, rows)`` of a request, never beyond the query's tokens."""
+    first_token = tl.minimum(tl.maximum(tl.load(CuQueryLens + request), 0), tokens)
+    end = tl.minimum(tl.maximum(tl.load(CuQueryLens + request + 1), first_token), tokens)
+    return first_token, end - first_token
+
+
+@triton.jit
 def fill_token(
     Output, Lse, PartialLse, token, head, live, value, lse,
     OUT_TOKEN: tl.constexpr, OUT_HEAD: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, split,
@@ -104,18 +112,15 @@ def swa_decode_split(
 
     # --- ranges: the request's rows, the keys they see, this program's chunk of those ---
     if CuQueryLens is not None:
-        first_token = tl.minimum(tl.maximum(tl.load(CuQueryLens + request), 0), tokens)
-        rows = tl.minimum(tl.maximum(tl.load(CuQueryLens + request + 1), first_token), tokens) - first_token
-        fits = rows <= QUERY_LEN
+        first_token, rows = ragged_rows(CuQueryLens, request, tokens)
     else:
         first_token = request * QUERY_LEN
         rows = QUERY_LEN
-        fits = True
     seq_len = tl.maximum(clamp_position(tl.load(SeqLens + request)), 0)
     first_row = row_tile * PACK
     count = tl.minimum(rows - first_row, PACK)
     if CuQueryLens is not None:
-        count = tl.where(fits, count, 0)
+        count = tl.where(rows <= QUERY_LEN, count, 0)
     first = seq_len - rows + first_row
     low = 0
     if WINDOW is not None:
@@ -227,8 +232,10 @@ def swa_decode_split(
 
     # --- rows that no program computes: a request with too many rows, and padding after the last request ---
     if CuQueryLens is not None:
+        # Loaded once more, so that they need not stay in registers during the loop.
+        first_token, rows = ragged_rows(CuQueryLens, request, tokens)
         one_row = (row == 0) & (head_in_group < GROUP)
-        if (not fits) & (row_tile == 0):
+        if (rows > QUERY_LEN) & (row_tile == 0):
             for extra in tl.range(first_token, first_token + rows):
                 fill_token(
                     Output, Lse, PartialLse, extra, head, one_row, float("nan"), float("nan"), OUT_TOKEN, OUT_HEAD,

@@ -128,8 +128,8 @@ def test_every_plan_is_legal(problem, device, invariant):
     assert is_power_of_two(chosen.warps)
     assert 16 <= chosen.rows <= 64
     assert is_power_of_two(chosen.rows)
-    assert chosen.rows >= chosen.pack * chosen.head_tile
-    assert chosen.head_tile * chosen.head_tiles >= problem.group
+    assert chosen.rows >= chosen.pack * problem.head_tile
+    assert problem.head_tile * problem.head_tiles >= problem.group
     assert chosen.row_tiles * chosen.pack >= problem.query_len
     tile = Tile(chosen.tile, chosen.warps, chosen.stages)
     assert shared_bytes(problem, chosen.rows, tile) <= profile.shared_memory
