@@ -3,7 +3,7 @@
 #
 #   make demo                      replay the bundled request trace
 #   make demo TRACE=trace.csv      replay another; more options with ARGS='--model gpt-oss --steps 50'
-#   make test                      lint, then every test that needs no GPU
+#   make test                      lint, then every test; those that need a GPU skip where there is none
 #   make lint | docs | clean
 
 # The interpreter that .venv is made from.
@@ -15,6 +15,8 @@ TORCH ?= torch==2.13.0
 TRITON ?= triton==3.9.0
 # Test processes at a time.
 JOBS ?= 2
+# What also runs over Triton's interpreter.
+INTERPRETED_TESTS := tests/contract tests/failures $(addprefix tests/torch/test_,append.py invariance.py merge.py strides.py)
 # More pytest options, for example PYTEST_ARGS='-x -k sinks'.
 PYTEST_ARGS ?=
 
@@ -57,10 +59,12 @@ lint: $(READY)
 	$(BIN)/lint-imports
 	$(BIN)/pyright
 
+# One thread a process: the test processes already fill the cores.
+test: export OMP_NUM_THREADS := 1
 # Triton's interpreter is chosen when Triton is imported, so it needs a process of its own.
 test: lint
-	$(BIN)/python -m pytest -n $(JOBS) -m 'not gpu' $(PYTEST_ARGS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) -m 'not gpu' $(PYTEST_ARGS) tests/contract tests/failures
+	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS) $(INTERPRETED_TESTS)
 
 docs: $(DOCS_READY)
 	$(BIN)/mkdocs build --strict

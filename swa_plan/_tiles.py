@@ -36,12 +36,12 @@ def choose_tile(problem: Problem, pack: int, splits: int, device: DeviceProfile,
     small = problem.k_dim + problem.v_dim <= 384  # larger accumulators spill, which decides many of these numbers
     if problem.dtype == "float32":
         # Products without tensor cores; at 128 keys they spill and take 9 times as long.
-        tile = Tile(32, 4, 2) if rows <= 32 else Tile(16, 8, 2)
+        tile = Tile(16 if problem.quantised else 32, 4, 2) if rows <= 32 else Tile(16, 8, 2)
     elif rows > 32:
         roomy = device.capability in _WARPGROUP_CAPABILITIES
         tile = Tile(32, 4, 3) if roomy and small else Tile(32 if roomy or small else 16, 8, 3)
     elif rows > 16:
-        tile = Tile(32, 4 if small else 8, 3) if problem.quantised else Tile(64, 4, 3)
+        tile = Tile(32 if small else 16, 4, 3) if problem.quantised else Tile(64, 4, 3)
     elif problem.quantised:
         # Conversion costs instructions: one warp does not repeat them, where there are programs enough.
         one_warp = waves >= _MANY_WAVES and device.capability == 90 and small

@@ -113,8 +113,8 @@ def append(
         return
     from swa_torch._triton import _launch
 
-    rounds = k_divisor is not None and v_divisor is not None
-    if rounds and not _launch.can_cast_to(key_cache.dtype, key.device):
+    can_cast = _launch.can_cast_to(key_cache.dtype, key.device)
+    if k_divisor is not None and v_divisor is not None and not can_cast:
         key = _ops.quantise(key, k_divisor, key_cache.dtype)
         value = _ops.quantise(value, v_divisor, value_cache.dtype)
         k_scale = v_scale = k_scale_number = v_scale_number = None

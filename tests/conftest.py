@@ -6,10 +6,6 @@ import torch
 _DEVICES = {"gpu": (1, "needs a CUDA device"), "gpu2": (2, "needs two CUDA devices")}
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "gpu2: needs two CUDA devices")
-
-
 def pytest_collection_modifyitems(items):
     present = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
