@@ -45,8 +45,9 @@ class DeviceProfile:
         """Return the profile of a CUDA device as its driver describes it; unknown chips get their family's limits."""
         words = device_name.lower().replace("-", " ").split()
         for known in _KNOWN.values():
-            if known.name in words or known.name in "".join(words):
-                return cls(known.name, capability, num_sms, known.shared_memory, known.l2_bytes, known.memory_gbps)
+            if known.capability == capability and (known.name in words or known.name in "".join(words)):
+                shared_memory = shared_memory_limit(capability)
+                return cls(known.name, capability, num_sms, shared_memory, known.l2_bytes, known.memory_gbps)
         return cls(device_name, capability, num_sms, shared_memory_limit(capability), 32 << 20, 1000)
 
 

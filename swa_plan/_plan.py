@@ -63,13 +63,11 @@ class Plan:
     def __post_init__(self) -> None:
         if self.kernel not in KERNELS:
             raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {self.kernel!r}")
+        for name in ("splits", "pack", "tile", "warps", "stages", "chunk"):  # NumPy's integers are no JSON
+            object.__setattr__(self, name, check_integer(name, getattr(self, name), minimum=0))
         check_integer("splits", self.splits, minimum=1, maximum=MAX_SPLITS)
         check_integer("pack", self.pack, minimum=1, maximum=self.problem.query_len)
-        group = self.problem.group
-        if self.pack > 1 and self.pack * group > MAX_PACKED_ROWS:
-            raise ValueError(
-                f"pack * group must be at most {MAX_PACKED_ROWS} (or pack 1), got pack={self.pack} and group={group}"
-            )
+        check_pack(self.problem, self.pack)
         for name in ("tile", "warps"):
             value = check_integer(name, getattr(self, name), minimum=1)
             if value & (value - 1):
@@ -77,9 +75,13 @@ class Plan:
         check_integer("tile", self.tile, minimum=16)
         # With one stage, triton 3.6 compiles a kernel for sm_90 that may fault (seen with 128 keys of an fp8 cache).
         check_integer("stages", self.stages, minimum=2)
-        check_integer("chunk", self.chunk, minimum=0)
         if self.chunk % self.tile:
             raise ValueError(f"chunk must be a multiple of tile, got chunk={self.chunk} and tile={self.tile}")
+        if self.chunk and self.splits < chunks_touched(self.problem, self.pack, self.chunk):
+            raise ValueError(
+                f"splits must be at least {chunks_touched(self.problem, self.pack, self.chunk)} to cover chunks of "
+                f"{self.chunk} keys, got {self.splits}"
+            )
         # Serialised once, so that a traced call finds its plan as a constant.
         values = asdict(self)
         del values["text"]
@@ -98,6 +100,7 @@ class Plan:
         check_integer("pack", pack, minimum=1)
         if problem.query_len % pack:
             raise ValueError(f"query_len must be a multiple of pack, got query_len={problem.query_len} and pack={pack}")
+        check_pack(problem, pack)
         profile = DeviceProfile.named("rtx4090") if device is None else device
         return cls(problem, "portable", pack, splits, *choose_tile(problem, pack, splits, profile), device=profile.name)
 
@@ -241,7 +244,7 @@ def _choose_splits(problem: Problem, pack: int, device: DeviceProfile) -> int:
     programs = problem.max_requests * ceil_div(problem.query_len, pack) * problem.kv_heads
     programs *= problem.head_tiles
     tall = pack * problem.group > 32
-    keys = problem.row_keys + (pack - 1 if tall else 0)
+    keys = problem.row_keys + pack - 1
     wide = keys >= 2 * _WIDE_GRANULE and not problem.quantised
     granule = _TALL_GRANULE if tall else _WIDE_GRANULE if wide else _NARROW_GRANULE
     chunks = max(1, ceil_div(keys, granule))
@@ -250,6 +253,23 @@ def _choose_splits(problem: Problem, pack: int, device: DeviceProfile) -> int:
     if ceil_div(problem.row_keys, most) > _LONGEST_CHUNK:
         most = max(1, min(chunks, 4 * device.num_sms // max(1, programs), _MAX_CHOSEN_SPLITS))
     return ceil_div(chunks, ceil_div(chunks, most))
+
+
+def check_pack(problem: Problem, pack: int) -> None:
+    """Check the original kernel's rule for packed rows.
+
+    Raises:
+        ValueError: ``pack * group > 64`` with ``pack > 1``.
+    """
+    if pack > 1 and pack * problem.group > MAX_PACKED_ROWS:
+        raise ValueError(
+            f"pack * group must be at most {MAX_PACKED_ROWS} (or pack 1), got pack={pack} and group={problem.group}"
+        )
+
+
+def chunks_touched(problem: Problem, pack: int, chunk: int) -> int:
+    """Return the most chunks, cut at absolute multiples, that the keys of ``pack`` rows lie in."""
+    return min(max(1, ceil_div(problem.capacity, chunk)), (problem.row_keys + pack - 3) // chunk + 2)
 
 
 def _invariant_plan(problem: Problem, device: DeviceProfile, kernel: str, device_name: str) -> Plan:
@@ -264,7 +284,6 @@ def _invariant_plan(problem: Problem, device: DeviceProfile, kernel: str, device
     tile = choose_tile(single, 1, 1, device, invariant=True)
     chunk = max(_INVARIANT_CHUNK, ceil_div(problem.row_keys, _INVARIANT_CHUNKS))
     chunk = ceil_div(chunk, tile.keys) * tile.keys
-    whole_table = max(1, ceil_div(problem.capacity, chunk))
-    touched = (problem.row_keys + pack - 3) // chunk + 2
-    splits = min(whole_table, max(2, touched))
+    # Never 1 where another query_len would need 2: with one split the sums are finished in another order.
+    splits = min(max(1, ceil_div(problem.capacity, chunk)), max(2, chunks_touched(problem, pack, chunk)))
     return Plan(problem, kernel, pack, splits, *tile, chunk=chunk, device=device_name)

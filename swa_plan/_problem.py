@@ -57,13 +57,13 @@ class Problem:
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        check_integer("max_requests", self.max_requests, minimum=0)
+        for field in ("max_requests", "heads", "kv_heads", "k_dim", "v_dim", "block", "max_blocks", "query_len"):
+            object.__setattr__(self, field, check_integer(field, getattr(self, field), minimum=0))
+        object.__setattr__(self, "window", check_window(self.window))
         check_heads(self.heads, self.kv_heads)
         check_head_dim("k_dim", self.k_dim)
         check_head_dim("v_dim", self.v_dim)
-        check_window(self.window)
         check_integer("block", self.block, minimum=1)
-        check_integer("max_blocks", self.max_blocks, minimum=0)
         check_integer("query_len", self.query_len, minimum=1)
         if self.block * self.max_blocks > MAX_POSITIONS:
             raise ValueError(
@@ -82,7 +82,7 @@ class Problem:
         uniform_tokens = self.max_requests * self.query_len
         if self.max_tokens is None:
             object.__setattr__(self, "max_tokens", uniform_tokens)
-        check_integer("max_tokens", self.max_tokens, minimum=0)
+        object.__setattr__(self, "max_tokens", check_integer("max_tokens", self.max_tokens, minimum=0))
         if not self.ragged and self.max_tokens != uniform_tokens:
             raise ValueError(
                 f"max_tokens must be max_requests * query_len = {uniform_tokens} where rows are uniform, "

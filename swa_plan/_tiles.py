@@ -55,7 +55,13 @@ def choose_tile(problem: Problem, pack: int, splits: int, device: DeviceProfile,
     if not invariant:
         tile = tile._replace(keys=min(tile.keys, max(16, next_power_of_two(chunk))))
     fitting = (each for each in (tile, *_shrunk(tile)) if shared_bytes(problem, rows, each) <= device.shared_memory)
-    return next(fitting, Tile(16, tile.warps, 2))
+    chosen = next(fitting, None)
+    if chosen is None:
+        raise ValueError(
+            f"pack must leave room in {device.name}'s {device.shared_memory} bytes of shared memory, got pack={pack}, "
+            f"{problem.head_tile} heads a program, k_dim={problem.k_dim}, v_dim={problem.v_dim} and {problem.dtype}"
+        )
+    return chosen
 
 
 def _key_bytes(problem: Problem) -> int:

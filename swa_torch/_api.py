@@ -8,7 +8,9 @@ from swa_plan import Plan
 from swa_plan._checks import check_integer
 from swa_torch import _op  # noqa: F401  (defines the operators)
 from swa_torch._cache import Cache, cache_views
+from swa_torch._device import is_capturing
 from swa_torch._inputs import check_inputs
+from swa_torch._planning import SplitsAndPack
 from swa_torch._resolve import Options, Tensors, check_memory, resolve, resolve_traced
 
 
@@ -144,7 +146,8 @@ def swa_decode_gated(
             raise TypeError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
     _decode(
         query, key_cache, value_cache, block_table, seq_lens,
-        window=window, gate=gate, scale=scale, query_len=query_len, out=output, plan=(splits, pack),
+        window=window, gate=gate, scale=scale, query_len=query_len, out=output,
+        plan=SplitsAndPack(splits, pack),
         out_dtype=query.dtype if isinstance(query, torch.Tensor) else None,
     )  # fmt: skip
 
@@ -155,7 +158,7 @@ def _decode(
     return_lse=False, out_dtype=None, out=None, workspace=None, plan=None, backend=None, batch_invariant=False,
     validate=False,
 ):  # fmt: skip
-    """Check and run; ``plan`` is a ``Plan``, a ``(splits, pack)`` pair or None.
+    """Check and run; ``plan`` is a ``Plan``, a ``SplitsAndPack`` or None.
 
     While ``torch.compile`` traces, the operator's fake kernel checks the shapes instead, and the operator plans for the
     sizes of the run.
@@ -166,16 +169,14 @@ def _decode(
     )  # fmt: skip
     options = Options(window, query_len, scale, softcap, out_dtype, plan, backend, batch_invariant)
     traced = torch.compiler.is_compiling()
-    if validate and (traced or (query.is_cuda and torch.cuda.is_current_stream_capturing())):
+    resolved = resolve_traced(tensors, options) if traced else resolve(tensors, options)
+    if validate and (traced or is_capturing(query.device)):
         raise ValueError(
             "validate must be False while compiling or capturing a graph, because it reads device data; "
             "call check_inputs(...) before, got validate=True"
         )
-    if traced:
-        resolved = resolve_traced(tensors, options)
-    else:
-        resolved = resolve(tensors, options)
-        check_memory(tensors, name="output" if isinstance(plan, tuple) else "out")
+    if not traced:
+        check_memory(tensors, name="output" if isinstance(plan, SplitsAndPack) else "out")
         if validate:
             check_inputs(
                 (key_cache, value_cache), block_table, seq_lens, window=window, query_len=query_len,
@@ -185,8 +186,8 @@ def _decode(
     arguments = (
         query, key_cache, value_cache, block_table, seq_lens, gate, cu_query_lens, kv_start, kv_end, sinks,
         k_scale if isinstance(k_scale, torch.Tensor) else None, v_scale if isinstance(v_scale, torch.Tensor) else None,
-        resolved.scale, resolved.k_number, resolved.v_number, resolved.softcap, window, query_len, resolved.plan_text,
-        backend, batch_invariant, return_lse, output,
+        resolved.scale, resolved.k_number, resolved.v_number, resolved.softcap, resolved.window, resolved.query_len,
+        resolved.plan_text, backend, batch_invariant, return_lse, output,
     )  # fmt: skip
     if workspace is None:
         lse = torch.ops.swa_torch.decode(*arguments)

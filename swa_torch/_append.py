@@ -11,6 +11,7 @@ from swa_torch._validate import (
     QUANTISED_DTYPES,
     QUERY_DTYPES,
     check_no_gradients,
+    check_positive,
     check_scale,
     check_tensor,
     names,
@@ -75,8 +76,7 @@ def append(
     k_tensor, k_number = check_scale("k_scale", k_scale, key_cache, like=key_cache)
     v_tensor, v_number = check_scale("v_scale", v_scale, value_cache, like=key_cache)
     for name, number in (("k_scale", k_number), ("v_scale", v_number)):
-        if number <= 0:
-            raise ValueError(f"{name} must be positive, got {number}")
+        check_positive(name, number)
     scaled = k_scale is not None or v_scale is not None
     torch.ops.swa_torch.append(
         paged.bases[0], paged.bases[1] if len(paged.bases) == 2 else None, paged.layout.spec, paged.k_dim, paged.v_dim,

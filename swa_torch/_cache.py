@@ -6,11 +6,15 @@ The compact base travels (to ops, to other frameworks); strided views of K and V
 from __future__ import annotations
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from swa_plan import CacheLayout
 
 _VIEWS_LAYOUT = CacheLayout("pages block kv_heads dim")
 """Parsed at import, because a traced call that wraps a tuple could not parse it."""
+
+
+REMEMBERED_VIEWS = 1024
 
 
 class PagedCache:
@@ -107,12 +111,14 @@ class PagedCache:
             TypeError: ``layer`` is not an integer.
             ValueError: ``layer`` is missing, superfluous or out of range.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or isinstance(self.bases[0], FakeTensor):
             return layer_views(self.bases, self.layout, self.k_dim, self.v_dim, layer)
-        found = self._views.get((layer, type(layer)))
+        key = (layer, type(layer), *(base.data_ptr() for base in self.bases))
+        found = self._views.get(key)
         if found is None:
-            found = layer_views(self.bases, self.layout, self.k_dim, self.v_dim, layer)
-            self._views[layer, type(layer)] = found
+            if len(self._views) >= REMEMBERED_VIEWS:
+                self._views.clear()
+            found = self._views[key] = layer_views(self.bases, self.layout, self.k_dim, self.v_dim, layer)
         return found
 
     @property

@@ -57,7 +57,7 @@ def choose_kernel(device: torch.device, backend: str | None) -> str:
     """
     if backend is None:
         backend = "triton" if device.type == "cuda" else "interpret" if interpreter_is_on() else "cpu"
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if (backend == "triton") != (device.type == "cuda"):
         needs = "tensors on a CUDA device" if backend == "triton" else "tensors on the CPU"
@@ -65,6 +65,14 @@ def choose_kernel(device: torch.device, backend: str | None) -> str:
     if backend != "cpu":
         require_triton(interpreted=backend == "interpret")
     return BACKENDS[backend]
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of ``device`` is being captured into a graph."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def interpreter_is_on() -> bool:

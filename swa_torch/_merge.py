@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from swa_plan._checks import check_head_dim
 from swa_torch import _op  # noqa: F401  (defines the operators)
 from swa_torch._validate import QUERY_DTYPES, check_head_options, check_no_gradients, check_tensor, names
 
@@ -44,6 +45,7 @@ def merge_states(
     check_tensor("outs", outs, QUERY_DTYPES, like=outs)
     if outs.ndim != 4 or not outs.shape[0]:
         raise ValueError(f"outs must have shape [parts >= 1, tokens, heads, v_dim], got {list(outs.shape)}")
+    check_head_dim("v_dim", int(outs.shape[3]))
     check_tensor("lses", lses, (torch.float32,), tuple(outs.shape[:3]), like=outs, unit_stride=False)
     check_head_options(outs[0], gate, sinks)
     dtype = outs.dtype if out_dtype is None else out_dtype

@@ -14,8 +14,15 @@ from swa_torch import _ops
 from swa_torch._cache import layer_views
 from swa_torch._call import DecodeCall
 from swa_torch._device import choose_kernel, refuse_interpreted_bfloat16
-from swa_torch._planning import parse_plan, problem_of, resolve_plan
-from swa_torch._validate import check_head_options, check_out, check_query_and_cache, check_rows, check_workspace
+from swa_torch._planning import SplitsAndPack, parse_plan, problem_of, resolve_plan
+from swa_torch._validate import (
+    check_head_options,
+    check_no_overlap,
+    check_out,
+    check_query_and_cache,
+    check_rows,
+    check_workspace,
+)
 
 UNCHECKED = "unchecked "
 """Before a plan's text: whether it serves the call is still to be checked."""
@@ -47,12 +54,12 @@ def decode_with_workspace(
     if plan.startswith("{"):
         chosen = parse_plan(plan)
     else:
-        given: Plan | tuple[int, int] | None = None
+        given: Plan | SplitsAndPack | None = None
         if plan.startswith(UNCHECKED):
             given = parse_plan(plan.removeprefix(UNCHECKED))
         elif plan:
             splits, pack = plan.split()
-            given = int(splits), int(pack)
+            given = SplitsAndPack(int(splits), int(pack))
         problem = problem_of(
             query, key_cache, value_cache, block_table,
             window=window, query_len=query_len, ragged=cu_query_lens is not None,
@@ -61,6 +68,10 @@ def decode_with_workspace(
         if workspace is not None:
             # The compiler may pass a copy in its place; allocators align copies well enough for vector loads.
             check_workspace(workspace, chosen.workspace_layout(query.shape[0])[1], like=query, alignment=16)
+        inputs = {"query": query, "key_cache": key_cache, "value_cache": value_cache, "gate": gate, "sinks": sinks}
+        check_no_overlap(output, inputs)
+        if chosen.kernel == "interpret":
+            refuse_interpreted_bfloat16(query=query, gate=gate, out=output)
     lse = query.new_empty(query.shape[:2] if return_lse else (0,), dtype=torch.float32)
     call = DecodeCall(
         query, key_cache, value_cache, block_table, seq_lens, gate, cu_query_lens, kv_start, kv_end, sinks, k_scale,

@@ -128,18 +128,17 @@ def attend(call: DecodeCall, requests: slice, rows: Rows) -> None:
     top = (
         logits.amax(-1, keepdim=True) if logits.shape[-1] else torch.full_like(logits.sum(-1, keepdim=True), -torch.inf)
     )
-    sink = None if call.sinks is None else call.sinks.float().view(1, kv_heads, 1, group, 1) * LOG2E
-    if sink is not None:
-        top = torch.where(top == -torch.inf, top, torch.maximum(top, sink))
     pivot = torch.where(top == -torch.inf, 0.0, top)
     weights = torch.exp2(logits - pivot)
     total = weights.sum(-1, keepdim=True)
-    if sink is not None:
-        total = torch.where(total == 0, total, total + torch.exp2(sink - pivot))
     total = torch.where(beyond_table[:, None, :, None, None], torch.nan, total)
     weights = weights.to(dtype).to(exact).view(requests_here, kv_heads, row_count * group, -1)
     attention = (weights @ value.permute(0, 2, 1, 3)).float()
     attention = attention.view(requests_here, kv_heads, row_count, group, problem.v_dim)
+    if call.sinks is not None:
+        sink = call.sinks.float().view(1, kv_heads, 1, group, 1) * LOG2E
+        factor, top, total = add_sink(top, total, sink)
+        attention = attention * factor
     attention = torch.where(total == 0, 0.0, attention / total) * call.v_scale_number
     if call.v_scale is not None:
         attention = attention * call.v_scale.reshape(-1, 1, 1, 1)
@@ -152,6 +151,16 @@ def attend(call: DecodeCall, requests: slice, rows: Rows) -> None:
     call.output[token] = round_and_gate(attention, gate, total == 0, call.output.dtype)
     if call.lse is not None:
         call.lse[token] = torch.where(total == 0, -torch.inf, (top + torch.log2(total)) / LOG2E)
+
+
+def add_sink(
+    top: torch.Tensor, total: torch.Tensor, sink: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Add one logit (base 2) to the denominator of rows that saw a key: ``(factor of the sums so far, max, total)``."""
+    raised = torch.where(total == 0, top, torch.maximum(top, sink))
+    pivot = torch.where(raised == -torch.inf, 0.0, raised)
+    factor = torch.exp2(torch.where(top == -torch.inf, pivot, top) - pivot)
+    return factor, raised, torch.where(total == 0, total, total * factor + torch.exp2(sink - pivot))
 
 
 def accumulate_dtype() -> torch.dtype:
@@ -204,21 +213,20 @@ def merge(
         weight = torch.exp2((part_lse - pivot) * LOG2E)
         total = total + weight
         attention = attention + torch.where(weight[..., None] == 0, 0.0, part.float() * weight[..., None])
+    top = top * LOG2E
     if sinks is not None:
-        raised = torch.where(total == 0, top, torch.maximum(top, sinks.float()))
-        new_pivot = torch.where(raised == -torch.inf, 0.0, raised)
-        factor = torch.exp2((pivot - new_pivot) * LOG2E)
-        total = torch.where(total == 0, total, total * factor + torch.exp2((sinks.float() - new_pivot) * LOG2E))
-        attention, top = attention * factor[..., None], raised
+        factor, top, total = add_sink(top, total, sinks.float() * LOG2E)
+        attention = attention * factor[..., None]
     empty = total == 0
     attention = torch.where(empty[..., None], 0.0, attention / total[..., None])
     output.copy_(round_and_gate(attention, gate, empty, output.dtype))
-    lse.copy_(torch.where(empty, -torch.inf, top + torch.log2(total) / LOG2E))
+    lse.copy_(torch.where(empty, -torch.inf, (top + torch.log2(total)) / LOG2E))
 
 
 def quantise(x: torch.Tensor, scale: torch.Tensor | float, dtype: torch.dtype) -> torch.Tensor:
     """Return ``cast(clip(x / scale))`` of ``[rows, kv_heads, dim]``, rounding half to even; NaN stays NaN (int8: 0)."""
-    divisor = scale.reshape(-1, 1) if isinstance(scale, torch.Tensor) else scale
+    # A tensor, because torch multiplies by the reciprocal of a number on a GPU.
+    divisor = scale.reshape(-1, 1) if isinstance(scale, torch.Tensor) else torch.full((), scale, device=x.device)
     quotient = x.float() / divisor
     limit = FINITE_MAX.get(dtype, math.inf)
     clipped = quotient.clamp(-limit, limit)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from swa_plan import DeviceProfile, Plan, Problem
 from swa_plan import plan as make_plan
+from swa_plan._tiles import Tile, shared_bytes
 from swa_torch._cache import Cache, as_paged_cache
 from swa_torch._device import BACKENDS, choose_kernel, device_profile
 
@@ -56,10 +58,17 @@ def problem_of(
     )
 
 
+class SplitsAndPack(NamedTuple):
+    """What a caller of ``swa_decode_gated`` chose instead of a plan."""
+
+    splits: int
+    pack: int
+
+
 def resolve_plan(
     problem: Problem,
     device: torch.device,
-    plan: Plan | tuple[int, int] | None,
+    plan: Plan | SplitsAndPack | None,
     backend: str | None,
     batch_invariant: bool,
 ) -> Plan:
@@ -72,7 +81,7 @@ def resolve_plan(
         return cached_plan(
             problem, device_profile(device), kernel=choose_kernel(device, backend), batch_invariant=batch_invariant
         )
-    if isinstance(plan, tuple):
+    if isinstance(plan, SplitsAndPack):
         return plan_from_splits(problem, *plan, choose_kernel(device, backend), device_profile(device))
     if not isinstance(plan, Plan):
         raise TypeError(f"plan must be a Plan or None, got {type(plan).__name__}")
@@ -85,6 +94,13 @@ def resolve_plan(
     if plan.kernel not in serving:
         raise ValueError(f"plan.kernel must be one of {', '.join(serving)} here, got {plan.kernel!r}")
     choose_kernel(device, serving[plan.kernel])
+    profile = device_profile(device)
+    needed = shared_bytes(plan.problem, plan.rows, Tile(plan.tile, plan.warps, plan.stages))
+    if plan.kernel == "portable" and needed > profile.shared_memory:
+        raise ValueError(
+            f"plan.tile={plan.tile}, plan.stages={plan.stages}, plan.pack={plan.pack} (made for {plan.device!r}) need "
+            f"up to {needed} bytes of shared memory: {profile.name} has {profile.shared_memory}"
+        )
     return plan
 
 

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 
 from swa_plan import Plan
-from swa_plan._checks import check_window
+from swa_plan._checks import check_integer, check_window
+from swa_plan._problem import MAX_POSITIONS
 from swa_torch import _op
 from swa_torch._device import refuse_interpreted_bfloat16
-from swa_torch._planning import problem_of, resolve_plan
+from swa_torch._planning import SplitsAndPack, problem_of, resolve_plan
 from swa_torch._validate import (
     check_head_options,
     check_no_gradients,
@@ -26,6 +27,7 @@ from swa_torch._validate import (
     check_rows,
     check_scale,
     check_softcap,
+    check_tensor,
     check_workspace,
 )
 
@@ -52,7 +54,7 @@ class Tensors(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The other arguments of a call; ``plan`` is a ``Plan``, a ``(splits, pack)`` pair or None."""
+    """The other arguments of a call; ``plan`` is a ``Plan``, a ``SplitsAndPack`` or None."""
 
     window: Any
     query_len: Any
@@ -67,6 +69,8 @@ class Options(NamedTuple):
 class Resolved(NamedTuple):
     """A legal call's numbers, output and plan (as the operator takes it)."""
 
+    window: int | None
+    query_len: int
     scale: float
     k_number: float
     v_number: float
@@ -99,10 +103,22 @@ def resolve(tensors: Tensors, options: Options) -> Resolved:
 
 
 def resolve_traced(tensors: Tensors, options: Options) -> Resolved:
-    """Check what is constant while ``torch.compile`` traces; the operator plans at run time unless given a plan."""
+    """Check what is constant while ``torch.compile`` traces; the operator checks the rest and plans at run time."""
+    check_query_and_cache(tensors.query, tensors.key_cache, tensors.value_cache)
+    numbers = _numbers(tensors, options)
+    if tensors.out is not None:
+        name = _output_name(options)
+        check_tensor(name, tensors.out, (numbers.dtype,), numbers.shape, like=tensors.query)
+        if tensors.out is tensors.query or tensors.out is tensors.gate:
+            raise ValueError(f"{name} must not overlap an input, got the same tensor as query or gate")
     plan = options.plan
-    text = "" if plan is None else _op.UNCHECKED + plan.text if isinstance(plan, Plan) else f"{plan[0]} {plan[1]}"
-    return _numbers(tensors, options)._replace(plan_text=text)
+    text = "" if plan is None else _op.UNCHECKED + plan.text if isinstance(plan, Plan) else f"{plan.splits} {plan.pack}"
+    return numbers._replace(plan_text=text)
+
+
+def _output_name(options: Options) -> str:
+    """Return what the caller calls the output."""
+    return "output" if isinstance(options.plan, SplitsAndPack) else "out"
 
 
 def check_memory(tensors: Tensors, *, name: str) -> None:
@@ -111,25 +127,29 @@ def check_memory(tensors: Tensors, *, name: str) -> None:
     Raises:
         ValueError: naming the overlap or the address.
     """
-    if tensors.out is not None:
-        check_no_overlap(tensors.out, tensors._asdict(), name=name)
-    workspace = tensors.workspace
-    if workspace is not None and workspace.numel() and workspace.data_ptr() % 256:
-        raise ValueError(f"workspace must be 256-byte aligned, got address {workspace.data_ptr():#x}")
+    others = tensors._asdict()
+    out, workspace = others.pop("out"), others.pop("workspace")
+    if workspace is not None:
+        check_no_overlap(workspace, others, name="workspace")
+        if workspace.numel() and workspace.data_ptr() % 256:
+            raise ValueError(f"workspace must be 256-byte aligned, got address {workspace.data_ptr():#x}")
+    if out is not None:
+        check_no_overlap(out, {**others, "workspace": workspace}, name=name)
 
 
 def _resolve(tensors: Tensors, options: Options) -> Resolved:
-    query, window, query_len = tensors.query, options.window, options.query_len
+    query = tensors.query
     check_query_and_cache(query, tensors.key_cache, tensors.value_cache)
     check_rows(
         query, tensors.block_table, tensors.seq_lens,
-        query_len=query_len, cu_query_lens=tensors.cu_query_lens, kv_start=tensors.kv_start, kv_end=tensors.kv_end,
+        query_len=options.query_len, cu_query_lens=tensors.cu_query_lens, kv_start=tensors.kv_start,
+        kv_end=tensors.kv_end,
     )  # fmt: skip
     check_head_options(query, tensors.gate, tensors.sinks)
     numbers = _numbers(tensors, options)
     problem = problem_of(
         query, tensors.key_cache, tensors.value_cache, tensors.block_table,
-        window=window, query_len=query_len, ragged=tensors.cu_query_lens is not None,
+        window=numbers.window, query_len=numbers.query_len, ragged=tensors.cu_query_lens is not None,
     )  # fmt: skip
     plan = resolve_plan(problem, query.device, options.plan, options.backend, options.batch_invariant)
     if plan.kernel == "interpret":
@@ -137,8 +157,7 @@ def _resolve(tensors: Tensors, options: Options) -> Resolved:
     if tensors.workspace is not None:
         check_workspace(tensors.workspace, plan.workspace_layout(query.shape[0])[1], like=query)
     if tensors.out is not None:
-        name = "output" if isinstance(options.plan, tuple) else "out"
-        check_out(tensors.out, numbers.shape, numbers.dtype, like=query, name=name)
+        check_out(tensors.out, numbers.shape, numbers.dtype, like=query, name=_output_name(options))
     return numbers._replace(plan_text=plan.text)
 
 
@@ -146,12 +165,14 @@ def _numbers(tensors: Tensors, options: Options) -> Resolved:
     """Check the arguments that are the same whether or not a call is traced; the plan is left open."""
     grads = {name: tensor for name, tensor in tensors._asdict().items() if tensor is not None}
     check_no_gradients(**grads)
-    check_window(options.window)
+    window = check_window(options.window)
     query, value_cache = tensors.query, tensors.value_cache
-    if options.plan is not None and not isinstance(options.plan, (Plan, tuple)):
+    if options.plan is not None and not isinstance(options.plan, (Plan, SplitsAndPack)):
         raise TypeError(f"plan must be a Plan or None, got {type(options.plan).__name__}")
     scale = query.shape[2] ** -0.5 if options.scale is None else check_real("scale", options.scale)
     return Resolved(
+        window if window is None else min(window, MAX_POSITIONS),
+        check_integer("query_len", options.query_len, minimum=1),
         scale,
         check_scale("k_scale", tensors.k_scale, tensors.key_cache, like=query)[1],
         check_scale("v_scale", tensors.v_scale, value_cache, like=query)[1],
@@ -168,4 +189,4 @@ def _signature(tensor: Any) -> Any:
         return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
     if tensor is None or isinstance(tensor, (bool, int, float)):
         return tensor, type(tensor)
-    raise TypeError  # everything else is looked at afresh, and refused
+    raise TypeError  # everything else is looked at afresh

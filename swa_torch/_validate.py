@@ -10,6 +10,7 @@ import math
 from numbers import Real
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from swa_plan._checks import check_head_dim, check_heads, check_integer
 
@@ -139,20 +140,31 @@ def check_real(name: str, value: object) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{name} must be finite, got {number}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"{name} must be finite in float32, got {value}")
     return number
+
+
+def check_positive(name: str, value: float) -> float:
+    """Return a number that is positive in fp32.
+
+    Raises:
+        ValueError: it is not, or so small that fp32 has no normal number for it.
+    """
+    if value < torch.finfo(torch.float32).tiny:
+        raise ValueError(f"{name} must be positive (at least {torch.finfo(torch.float32).tiny:.3g}), got {value}")
+    return value
 
 
 def check_softcap(softcap: object) -> float | None:
     """Return a positive cap or None."""
     if softcap is None:
         return None
-    cap = check_real("softcap", softcap)
-    if cap <= 0:
-        raise ValueError(f"softcap must be positive, or None for no cap, got {cap}")
-    return cap
+    return check_positive("softcap", check_real("softcap", softcap))
 
 
 def check_rows(
@@ -227,19 +239,16 @@ def check_no_overlap(out: torch.Tensor, tensors: dict[str, object], *, name: str
     Raises:
         ValueError: naming the tensor that it overlaps.
     """
-    if out.is_meta:
+    if out.is_meta or isinstance(out, FakeTensor):
         return
-    storage = out.untyped_storage().data_ptr()
     for other, tensor in tensors.items():
-        if other == "out" or not isinstance(tensor, torch.Tensor):
-            continue
-        if tensor.untyped_storage().data_ptr() == storage and tensors_overlap(out, tensor):
+        if isinstance(tensor, torch.Tensor) and tensors_overlap(out, tensor):
             raise ValueError(f"{name} must not overlap an input, got an overlap with {other}")
 
 
 def tensors_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors may share a byte. Column slices of one matrix (equal row strides) are told apart."""
-    if a.numel() == 0 or b.numel() == 0 or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+    if a.numel() == 0 or b.numel() == 0 or a.device != b.device:
         return False
     (a_start, a_stop), (b_start, b_stop) = _byte_range(a), _byte_range(b)
     if a_stop <= b_start or b_stop <= a_start:
