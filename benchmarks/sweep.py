@@ -38,6 +38,7 @@ VARIANTS = (
     (Workload("fp8_b16h8", 16, 8, 8), "bfloat16", "float8_e4m3fn"),
     (Workload("fp8_b256h8", 256, 8, 8), "bfloat16", "float8_e4m3fn"),
     (Workload("fp8_mtp_b16h4", 16, 4, 16, 4), "bfloat16", "float8_e4m3fn"),
+    (Workload("fp8_mtp_b32h8", 32, 8, 8, 4), "bfloat16", "float8_e4m3fn"),
     (Workload("int8_b256h8", 256, 8, 8), "bfloat16", "int8"),
     (Workload("fp32_b16h8", 16, 8, 8), "float32", "float32"),
     # Other windows and head sizes of published models.

@@ -232,7 +232,9 @@ def _choose_pack(problem: Problem, device: DeviceProfile) -> int:
     """Pack rows so that overlapping windows are read once, unless that would leave most of the GPU idle."""
     if problem.dtype == "float32":
         return 1  # without tensor cores, wider products cost more than the reads that they save
-    most = min(problem.query_len, max(1, MAX_PACKED_ROWS // problem.group))
+    # Converting a one-byte cache costs more, the more rows a program's products have.
+    rows = 16 if problem.quantised and problem.group <= 8 else MAX_PACKED_ROWS
+    most = min(problem.query_len, max(1, rows // problem.group))
     row_tiles = ceil_div(problem.query_len, most)
     packed = ceil_div(problem.query_len, row_tiles)
     programs = problem.max_requests * row_tiles * problem.kv_heads

@@ -45,7 +45,7 @@ def choose_tile(problem: Problem, pack: int, splits: int, device: DeviceProfile,
     elif problem.quantised:
         # Conversion costs instructions: one warp does not repeat them, where there are programs enough.
         one_warp = waves >= _MANY_WAVES and device.capability == 90 and small
-        tile = Tile(32, 1, 3) if one_warp else Tile(64, 4, 3)
+        tile = Tile(32, 1, 3) if one_warp else Tile(64, 2, 2) if pack > 1 and small else Tile(64, 4, 3)
     elif waves >= _MANY_WAVES:
         tile = Tile(16, 2, 4)
     elif waves >= 2 and problem.row_keys > 128:
