@@ -1,5 +1,6 @@
 """The operators as the compiler sees them: schemas, fake kernels, ``torch.compile`` and export."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -323,6 +324,9 @@ def test_compiled_merge_states(dynamic):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="needs a C++ compiler, for inductor's own code"
+)
 def test_inductor_compiles_a_model_step():
     def model_step(step, key, value, slots, gate):
         query = torch.sin(step[0]) * 2
