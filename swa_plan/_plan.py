@@ -252,7 +252,9 @@ def _choose_splits(problem: Problem, pack: int, device: DeviceProfile) -> int:
     chunks = max(1, ceil_div(keys, granule))
     waves = 4 if problem.quantised else 3 if tall else 2
     most = max(1, min(chunks, waves * device.num_sms // max(1, programs), _MAX_CHOSEN_SPLITS))
-    if ceil_div(problem.row_keys, most) > _LONGEST_CHUNK:
+    # Wide windows gain more from four waves than the combine costs; a window of 512 keys does not.
+    longest = _LONGEST_CHUNK if problem.row_keys < 2 * _LONGEST_CHUNK else _LONGEST_CHUNK // 2
+    if ceil_div(problem.row_keys, most) > longest:
         most = max(1, min(chunks, 4 * device.num_sms // max(1, programs), _MAX_CHOSEN_SPLITS))
     return ceil_div(chunks, ceil_div(chunks, most))
 

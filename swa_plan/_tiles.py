@@ -49,7 +49,7 @@ def choose_tile(problem: Problem, pack: int, splits: int, device: DeviceProfile,
     elif waves >= _MANY_WAVES:
         tile = Tile(16, 2, 4)
     elif waves >= 2 and problem.row_keys > 128:
-        tile = Tile(64, 2, 2)
+        tile = Tile(64, 2, 2) if _key_bytes(problem) < 1024 else Tile(32, 2, 3)
     else:
         tile = Tile(128, 4, 2) if invariant or chunk <= 256 or _key_bytes(problem) <= 512 else Tile(64, 4, 2)
     if not invariant:
