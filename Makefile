@@ -16,7 +16,7 @@ TRITON ?= triton==3.9.0
 # Test processes at a time.
 JOBS ?= 2
 # What also runs over Triton's interpreter.
-INTERPRETED_TESTS := tests/contract tests/failures $(addprefix tests/torch/test_,append.py invariance.py merge.py strides.py)
+INTERPRETED_TESTS := tests/contract tests/failures $(addprefix tests/torch/test_,append.py edges.py invariance.py merge.py strides.py)
 # More pytest options, for example PYTEST_ARGS='-x -k sinks'.
 PYTEST_ARGS ?=
 

@@ -8,8 +8,7 @@ A layout is a string of axis names, outermost first, in the style of einops: ``p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from swa_plan._checks import check_head_dim, check_integer
@@ -54,6 +53,7 @@ class CacheLayout:
 
     Attributes:
         spec: the layout string, normalised to single spaces.
+        axes: axis names, outermost first; the last is ``dim`` or ``(kv dim)``.
 
     Raises:
         TypeError: ``spec`` is not a string.
@@ -61,12 +61,17 @@ class CacheLayout:
     """
 
     spec: str
+    axes: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.spec, str):
             raise TypeError(f"layout must be a string of axis names, got {self.spec!r}")
         spec = " ".join(self.spec.replace("(", " ( ").replace(")", " ) ").split())
-        object.__setattr__(self, "spec", spec.replace("( ", "(").replace(" )", ")"))
+        spec = spec.replace("( ", "(").replace(" )", ")")
+        packed = spec.endswith(PACKED)
+        axes = (*spec.removesuffix(PACKED).split(), PACKED) if packed else tuple(spec.split()) or ("",)
+        object.__setattr__(self, "spec", spec)
+        object.__setattr__(self, "axes", axes)
         *outer, last = self.axes
         rule = f"one of pages, block, kv_heads, kv, layers each at most once, then dim or {PACKED}"
         if last not in ("dim", PACKED) or any(axis not in _OUTER_AXES for axis in outer):
@@ -81,14 +86,6 @@ class CacheLayout:
     def parse(cls, layout: str | CacheLayout) -> CacheLayout:
         """Return ``layout`` as a ``CacheLayout``."""
         return layout if isinstance(layout, cls) else cls(layout)  # type: ignore[arg-type]
-
-    @cached_property
-    def axes(self) -> tuple[str, ...]:
-        """Axis names, outermost first; the last is ``dim`` or ``(kv dim)``."""
-        spec = self.spec
-        if spec.endswith(PACKED):
-            return (*spec.removesuffix(PACKED).split(), PACKED)
-        return tuple(spec.split()) or ("",)
 
     @property
     def packed(self) -> bool:

@@ -63,18 +63,21 @@ class Plan:
     def __post_init__(self) -> None:
         if self.kernel not in KERNELS:
             raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {self.kernel!r}")
-        for name in ("splits", "pack", "tile", "warps", "stages", "chunk"):  # NumPy's integers are no JSON
-            object.__setattr__(self, name, check_integer(name, getattr(self, name), minimum=0))
-        check_integer("splits", self.splits, minimum=1, maximum=MAX_SPLITS)
-        check_integer("pack", self.pack, minimum=1, maximum=self.problem.query_len)
+        for name, least, most in (
+            ("splits", 1, MAX_SPLITS),
+            ("pack", 1, self.problem.query_len),
+            ("tile", 16, None),
+            ("warps", 1, None),
+            # With one, triton 3.6 compiles a kernel for sm_90 that may fault (seen with 128 keys of an fp8 cache).
+            ("stages", 2, None),
+            ("chunk", 0, None),
+        ):
+            # Stored again as an int: NumPy's integers are no JSON.
+            object.__setattr__(self, name, check_integer(name, getattr(self, name), minimum=least, maximum=most))
         check_pack(self.problem, self.pack)
-        for name in ("tile", "warps"):
-            value = check_integer(name, getattr(self, name), minimum=1)
+        for name, value in (("tile", self.tile), ("warps", self.warps)):
             if value & (value - 1):
                 raise ValueError(f"{name} must be a power of two, got {value}")
-        check_integer("tile", self.tile, minimum=16)
-        # With one stage, triton 3.6 compiles a kernel for sm_90 that may fault (seen with 128 keys of an fp8 cache).
-        check_integer("stages", self.stages, minimum=2)
         if self.chunk % self.tile:
             raise ValueError(f"chunk must be a multiple of tile, got chunk={self.chunk} and tile={self.tile}")
         if self.chunk and self.splits < chunks_touched(self.problem, self.pack, self.chunk):

@@ -57,14 +57,20 @@ class Problem:
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for field in ("max_requests", "heads", "kv_heads", "k_dim", "v_dim", "block", "max_blocks", "query_len"):
-            object.__setattr__(self, field, check_integer(field, getattr(self, field), minimum=0))
-        object.__setattr__(self, "window", check_window(self.window))
-        check_heads(self.heads, self.kv_heads)
-        check_head_dim("k_dim", self.k_dim)
-        check_head_dim("v_dim", self.v_dim)
-        check_integer("block", self.block, minimum=1)
-        check_integer("query_len", self.query_len, minimum=1)
+        heads, kv_heads = check_heads(self.heads, self.kv_heads)
+        checked = {
+            "max_requests": check_integer("max_requests", self.max_requests, minimum=0),
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "k_dim": check_head_dim("k_dim", self.k_dim),
+            "v_dim": check_head_dim("v_dim", self.v_dim),
+            "window": check_window(self.window),
+            "block": check_integer("block", self.block, minimum=1),
+            "max_blocks": check_integer("max_blocks", self.max_blocks, minimum=0),
+            "query_len": check_integer("query_len", self.query_len, minimum=1),
+        }
+        for name, value in checked.items():  # as plain ints, which a plan can serialise
+            object.__setattr__(self, name, value)
         if self.block * self.max_blocks > MAX_POSITIONS:
             raise ValueError(
                 f"block * max_blocks must be at most {MAX_POSITIONS} positions, "

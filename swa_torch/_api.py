@@ -176,7 +176,7 @@ def _decode(
             "call check_inputs(...) before, got validate=True"
         )
     if not traced:
-        check_memory(tensors, name="output" if isinstance(plan, SplitsAndPack) else "out")
+        check_memory(tensors, options)
         if validate:
             check_inputs(
                 (key_cache, value_cache), block_table, seq_lens, window=window, query_len=query_len,

@@ -11,8 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from swa_plan import CacheLayout
 
 _VIEWS_LAYOUT = CacheLayout("pages block kv_heads dim")
-"""Parsed at import, because a traced call that wraps a tuple could not parse it."""
-
+"""What ``from_kv`` wraps, parsed once."""
 
 REMEMBERED_VIEWS = 1024
 

@@ -7,7 +7,7 @@ import torch
 
 from swa_plan._checks import check_integer, check_window
 from swa_torch._cache import Cache, as_paged_cache
-from swa_torch._validate import INDEX_DTYPES, check_tensor
+from swa_torch._validate import INDEX_DTYPES, check_block_table, check_tensor
 
 
 def check_inputs(
@@ -44,9 +44,7 @@ def check_inputs(
     check_window(window)
     check_integer("query_len", query_len, minimum=1)
     paged = as_paged_cache(cache)
-    check_tensor("block_table", block_table, INDEX_DTYPES, like=block_table, unit_stride=False)
-    if block_table.ndim != 2:
-        raise ValueError(f"block_table must have 2 dims [requests, max_blocks], got shape {list(block_table.shape)}")
+    check_block_table(block_table, like=block_table, unit_stride=False)
     requests = block_table.shape[0]
     for name, tensor, size in (
         ("seq_lens", seq_lens, requests), ("cu_query_lens", cu_query_lens, requests + 1),

@@ -144,14 +144,12 @@ def plan_for(
         TypeError: a dtype is not supported.
         ValueError: a shape or choice does not fit.
     """
-    from swa_torch._validate import INDEX_DTYPES, check_query_and_cache, check_tensor
+    from swa_torch._validate import check_block_table, check_query_and_cache
 
     paged = as_paged_cache(cache)
     key_cache, value_cache = paged.views(0 if paged.layout.has_layers and layer is None else layer)
     check_query_and_cache(query, key_cache, value_cache)
-    check_tensor("block_table", block_table, INDEX_DTYPES, like=query)
-    if block_table.ndim != 2:
-        raise ValueError(f"block_table must have 2 dims [requests, max_blocks], got shape {list(block_table.shape)}")
+    check_block_table(block_table, like=query)
     problem = problem_of(
         query, key_cache, value_cache, block_table,
         window=window, query_len=query_len, ragged=ragged, max_requests=max_requests,

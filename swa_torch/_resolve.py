@@ -17,6 +17,7 @@ from swa_torch import _op
 from swa_torch._device import refuse_interpreted_bfloat16
 from swa_torch._planning import SplitsAndPack, problem_of, resolve_plan
 from swa_torch._validate import (
+    check_alignment,
     check_head_options,
     check_no_gradients,
     check_no_overlap,
@@ -121,7 +122,7 @@ def _output_name(options: Options) -> str:
     return "output" if isinstance(options.plan, SplitsAndPack) else "out"
 
 
-def check_memory(tensors: Tensors, *, name: str) -> None:
+def check_memory(tensors: Tensors, options: Options) -> None:
     """Check what depends on addresses: the output overlaps no input, and the workspace is aligned.
 
     Raises:
@@ -131,10 +132,9 @@ def check_memory(tensors: Tensors, *, name: str) -> None:
     out, workspace = others.pop("out"), others.pop("workspace")
     if workspace is not None:
         check_no_overlap(workspace, others, name="workspace")
-        if workspace.numel() and workspace.data_ptr() % 256:
-            raise ValueError(f"workspace must be 256-byte aligned, got address {workspace.data_ptr():#x}")
+        check_alignment(workspace)
     if out is not None:
-        check_no_overlap(out, {**others, "workspace": workspace}, name=name)
+        check_no_overlap(out, {**others, "workspace": workspace}, name=_output_name(options))
 
 
 def _resolve(tensors: Tensors, options: Options) -> Resolved:

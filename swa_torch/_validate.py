@@ -167,6 +167,18 @@ def check_softcap(softcap: object) -> float | None:
     return check_positive("softcap", check_real("softcap", softcap))
 
 
+def check_block_table(block_table: torch.Tensor, *, like: torch.Tensor, unit_stride: bool = True) -> None:
+    """Check a block table by itself.
+
+    Raises:
+        TypeError: kind or dtype.
+        ValueError: device, rank or last stride.
+    """
+    check_tensor("block_table", block_table, INDEX_DTYPES, like=like, unit_stride=unit_stride)
+    if block_table.ndim != 2:
+        raise ValueError(f"block_table must have 2 dims [requests, max_blocks], got shape {list(block_table.shape)}")
+
+
 def check_rows(
     query: torch.Tensor,
     block_table: torch.Tensor,
@@ -184,9 +196,7 @@ def check_rows(
         ValueError: shapes, or tokens that do not divide.
     """
     rows = check_integer("query_len", query_len, minimum=1)
-    check_tensor("block_table", block_table, INDEX_DTYPES, like=query)
-    if block_table.ndim != 2:
-        raise ValueError(f"block_table must have 2 dims [requests, max_blocks], got shape {list(block_table.shape)}")
+    check_block_table(block_table, like=query)
     requests, tokens = block_table.shape[0], query.shape[0]
     check_tensor("seq_lens", seq_lens, INDEX_DTYPES, (requests,), like=query)
     if cu_query_lens is not None:
@@ -282,6 +292,15 @@ def check_workspace(workspace: torch.Tensor, needed: int, *, like: torch.Tensor,
         raise ValueError(f"workspace must be contiguous and 1-dimensional, got shape {list(workspace.shape)}")
     if workspace.numel() < needed:
         raise ValueError(f"workspace must have at least plan.workspace_bytes = {needed} bytes, got {workspace.numel()}")
+    check_alignment(workspace, alignment)
+
+
+def check_alignment(workspace: torch.Tensor, alignment: int = 256) -> None:
+    """Check where scratch memory begins.
+
+    Raises:
+        ValueError: naming the address.
+    """
     if workspace.numel() and workspace.data_ptr() % alignment:
         raise ValueError(f"workspace must be {alignment}-byte aligned, got address {workspace.data_ptr():#x}")
 

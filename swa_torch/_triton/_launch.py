@@ -65,12 +65,13 @@ def can_cast_to(dtype: torch.dtype, device: torch.device) -> bool:
 def paired(value_cache: torch.Tensor, piece: int, query: torch.Tensor) -> tuple[torch.Tensor, str | None]:
     """Return a value cache of one-byte elements as 16-bit pairs with their format's name, where its strides allow.
 
-    Products in fp32 do not run on tensor cores and gain nothing from pairs.
+    Any other comes back as ``readable`` has it, with None. Products in fp32 do not run on tensor cores and gain nothing
+    from pairs.
     """
     name = PAIR_FORMATS.get(value_cache.dtype)
     odd = any(stride % 2 for stride in (value_cache.storage_offset(), *value_cache.stride()[:3]))
     if name is None or piece < LEAST_PAIRED_PIECE or odd or query.dtype == torch.float32:
-        return value_cache, None
+        return readable(value_cache, query.device), None
     if name != "int8" and device_profile(query.device).capability >= FP8_CAPABILITY:
         name += "x2"
     return value_cache.view(torch.int16), name
@@ -95,8 +96,6 @@ def decode(call: DecodeCall) -> None:
     k_piece, k_pieces = head_pieces(problem.k_dim)
     v_piece, v_pieces = head_pieces(problem.v_dim)
     value_cache, pair_format = paired(call.value_cache, v_piece, call.query)
-    if pair_format is None:
-        value_cache = readable(value_cache, device)
     with device_guard(device):
         swa_decode_split[(plan.programs(requests), plan.splits)](
             call.query, key_cache, value_cache, call.block_table, call.seq_lens, call.cu_query_lens,

@@ -55,13 +55,17 @@ def scale_pieces(pieces, factor, PIECES: tl.constexpr):
 
 
 @triton.jit
-def e4m3_from_bits(bits):
-    """Decode fp8 e4m3fn held as uint8 to fp16, exactly: chips before sm_89 cannot convert it themselves."""
-    bits = bits.to(tl.uint16)
-    magnitude = bits & 0x7F
-    # Shifted into fp16's exponent field the value is 2**-8 of what is meant, because the biases are 7 and 15.
-    half = (((bits & 0x80) << 8) | (magnitude << 7)).to(tl.float16, bitcast=True) * 256.0
-    return tl.where(magnitude == 0x7F, float("nan"), half).to(tl.float16)
+def widen_byte(byte, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """Convert stored bytes held as int16 in 0..255 to the compute dtype, exactly and without 8-bit registers."""
+    if FORMAT == "int8":
+        return ((byte << 8) >> 8).to(tl.float32).to(DTYPE)
+    elif FORMAT == "e5m2" or FORMAT == "e5m2x2":
+        return (byte << 8).to(tl.float16, bitcast=True).to(DTYPE)
+    else:
+        magnitude = byte & 0x7F
+        # Shifted into fp16's fields the value is 2**-8 of what is meant, because the biases are 7 and 15.
+        half = (((byte & 0x80) << 8) | (magnitude << 7)).to(tl.float16, bitcast=True) * 256.0
+        return tl.where(magnitude == 0x7F, float("nan"), half).to(DTYPE)
 
 
 @triton.jit
@@ -70,7 +74,8 @@ def widen(stored, DTYPE: tl.constexpr):
     if stored.dtype == DTYPE:
         return stored
     elif stored.dtype == tl.uint8:
-        return e4m3_from_bits(stored).to(DTYPE)
+        # Chips before sm_89 cannot convert e4m3, so the launch passes its bits.
+        return widen_byte(stored.to(tl.int16), "e4m3", DTYPE)
     elif stored.dtype == tl.int8:
         return stored.to(tl.float32).to(DTYPE)
     else:
@@ -129,19 +134,6 @@ def pairs_to_bf16(pairs, PTX: tl.constexpr):
 def pairs_to_fp16(pairs, PTX: tl.constexpr):
     """Run a PTX conversion to fp16: ``(even, odd)``."""
     return tl.inline_asm_elementwise(PTX, "=&r,=&r,r", [pairs], (tl.float16, tl.float16), is_pure=True, pack=2)
-
-
-@triton.jit
-def widen_byte(byte, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """Convert stored bytes held as int16 in 0..255 to the compute dtype, exactly and without 8-bit registers."""
-    if FORMAT == "int8":
-        return ((byte << 8) >> 8).to(tl.float32).to(DTYPE)
-    elif FORMAT == "e5m2" or FORMAT == "e5m2x2":
-        return (byte << 8).to(tl.float16, bitcast=True).to(DTYPE)
-    else:
-        magnitude = byte & 0x7F
-        half = (((byte & 0x80) << 8) | (magnitude << 7)).to(tl.float16, bitcast=True) * 256.0
-        return tl.where(magnitude == 0x7F, float("nan"), half).to(DTYPE)
 
 
 @triton.jit

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from swa_plan import DeviceProfile, Plan, Problem, plan, reference
+from swa_plan import DeviceProfile, Plan, Problem, cases, plan, reference
 from swa_torch import PagedCache, append, merge_states, plan_for, swa_decode, swa_decode_gated
-from tests.contract.backends import BACKENDS, device_of, to_numpy
+from tests.contract.backends import BACKENDS, INTERPRETED, device_of, inputs_for, run, same_bits, to_numpy
 
 LAYOUT = "pages kv_heads block (kv dim)"
 
@@ -137,6 +137,16 @@ def test_a_compiled_call_is_checked_like_an_eager_one(wrong, message):
         torch.compile(call, backend="eager", fullgraph=True)(query)
 
 
+def test_a_compiled_call_may_wrap_its_cache():
+    query, cache, table, seq_lens = make()
+
+    def call(base, query):
+        return swa_decode(query, PagedCache(base, LAYOUT), table, seq_lens, window=16)
+
+    compiled = torch.compile(call, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(cache.bases[0], query), call(cache.bases[0], query))
+
+
 def test_a_compiled_original_call_wants_the_querys_dtype():
     query, cache, table, seq_lens = make()
     gate, output = torch.randn(2, 8), torch.empty(2, 8, 32, dtype=torch.float16)
@@ -174,3 +184,18 @@ def test_the_reference_agrees_on_a_large_sink():
     arrays = [to_numpy(tensor) for tensor in (query, *cache.views(), table, seq_lens)]
     _, lse = reference.swa_decode(*arrays, window=16, sinks=np.full(8, 200.0), return_lse=True)
     assert np.allclose(lse, 200.0)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1, which stands in for such a chip")
+@pytest.mark.parametrize("name", ["fp8-e4m3", "fp8-verify-gate"])
+def test_a_chip_without_fp8_reads_the_same_values(monkeypatch, name):
+    from swa_torch._triton import _launch
+
+    inputs = inputs_for(cases.by_name(name), "interpret", seed=8)
+    expected = run(inputs, "interpret")
+    monkeypatch.setattr(_launch, "device_profile", lambda device: DeviceProfile.named("a100"))
+    cache = torch.zeros(1, dtype=torch.float8_e4m3fn)
+    assert _launch.readable(cache, cache.device).dtype == torch.uint8
+    out, lse = run(inputs, "interpret")
+    assert same_bits(out, expected[0])
+    assert lse is None or same_bits(lse, expected[1])
