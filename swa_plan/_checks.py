@@ -5,7 +5,12 @@ Every message names the argument, the rule and the value it got, because a calle
 
 from __future__ import annotations
 
-from numbers import Integral
+import math
+from numbers import Integral, Real
+
+FP32_MAX = 3.4028234663852886e38
+FP32_TINY = 1.1754943508222875e-38
+"""The largest and the smallest normal magnitudes of fp32."""
 
 
 def check_integer(name: str, value: object, *, minimum: int, maximum: int | None = None) -> int:
@@ -57,3 +62,39 @@ def check_heads(heads: object, kv_heads: object) -> tuple[int, int]:
     if head_count % kv_count:
         raise ValueError(f"heads must be a multiple of kv_heads, got heads={head_count} and kv_heads={kv_count}")
     return head_count, kv_count
+
+
+def check_real(name: str, value: object) -> float:
+    """Return a number that is finite in fp32.
+
+    Raises:
+        TypeError: not a real number.
+        ValueError: not finite.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= FP32_MAX:
+        raise ValueError(f"{name} must be finite in float32, got {value}")
+    return number
+
+
+def check_positive(name: str, value: float) -> float:
+    """Return a number that is positive in fp32.
+
+    Raises:
+        ValueError: it is not, or so small that fp32 has no normal number for it.
+    """
+    if value < FP32_TINY:
+        raise ValueError(f"{name} must be positive (at least {FP32_TINY:.3g}), got {value}")
+    return value
+
+
+def check_softcap(softcap: object) -> float | None:
+    """Return a positive cap or None."""
+    if softcap is None:
+        return None
+    return check_positive("softcap", check_real("softcap", softcap))

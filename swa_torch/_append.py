@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from swa_plan._checks import check_positive
 from swa_torch import _op  # noqa: F401  (defines the operators)
 from swa_torch._cache import Cache, as_paged_cache
 from swa_torch._validate import (
@@ -11,7 +12,6 @@ from swa_torch._validate import (
     QUANTISED_DTYPES,
     QUERY_DTYPES,
     check_no_gradients,
-    check_positive,
     check_scale,
     check_tensor,
     names,

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from swa_plan._checks import check_integer, check_window
+from swa_plan._data import check_data
 from swa_torch._cache import Cache, as_paged_cache
 from swa_torch._validate import INDEX_DTYPES, check_block_table, check_tensor
 
@@ -52,48 +53,13 @@ def check_inputs(
     ):  # fmt: skip
         if tensor is not None or name == "seq_lens":
             check_tensor(name, tensor, INDEX_DTYPES, (size,), like=block_table, unit_stride=False)
-    table, lengths = _on_host(block_table), np.maximum(_on_host(seq_lens), 0)
-    starts = None if kv_start is None else _on_host(kv_start)
-    ends = None if kv_end is None else _on_host(kv_end)
-    rows = np.full(len(lengths), query_len)
-    if cu_query_lens is not None:
-        edges = _on_host(cu_query_lens)
-        _check_edges(edges, query_len, tokens)
-        rows = np.diff(edges)
-    for request, length in enumerate(lengths.tolist()):
-        count = int(rows[request])
-        low = 0 if window is None else max(0, length - count - window + 1)
-        high = length - 1
-        if starts is not None:
-            low = max(low, int(starts[request]))
-        if ends is not None:
-            high = min(high, int(ends[request]) - 1)
-        if not count or low > high:
-            continue
-        capacity = table.shape[1] * paged.block
-        if high >= capacity:
-            raise ValueError(
-                f"block_table must reach every visible position: request {request} sees position {high}, "
-                f"got {table.shape[1]} blocks of {paged.block} positions"
-            )
-        columns = np.arange(low // paged.block, high // paged.block + 1)
-        for column, page in zip(columns, table[request, columns], strict=True):
-            if not 0 <= page < paged.pages:
-                raise ValueError(
-                    f"block_table must hold pages in [0, {paged.pages}): request {request}, block {column}, got {page}"
-                )
-
-
-def _check_edges(edges: np.ndarray, query_len: int, tokens: int | None) -> None:
-    if edges[0] != 0:
-        raise ValueError(f"cu_query_lens must start at 0, got {edges[0]}")
-    for request, count in enumerate(np.diff(edges).tolist()):
-        if count < 0:
-            raise ValueError(f"cu_query_lens must not decrease: request {request} has {count} rows")
-        if count > query_len:
-            raise ValueError(f"query_len={query_len} bounds the rows of each request: request {request} has {count}")
-    if tokens is not None and edges[-1] > tokens:
-        raise ValueError(f"cu_query_lens must end within the query's {tokens} tokens, got {edges[-1]}")
+    check_data(
+        _on_host(block_table), _on_host(seq_lens),
+        pages=paged.pages, block=paged.block, window=window, query_len=query_len, tokens=tokens,
+        cu_query_lens=None if cu_query_lens is None else _on_host(cu_query_lens),
+        kv_start=None if kv_start is None else _on_host(kv_start),
+        kv_end=None if kv_end is None else _on_host(kv_end),
+    )  # fmt: skip
 
 
 def _on_host(tensor: torch.Tensor) -> np.ndarray:

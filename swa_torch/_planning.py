@@ -10,7 +10,7 @@ import torch
 
 from swa_plan import DeviceProfile, Plan, Problem
 from swa_plan import plan as make_plan
-from swa_plan._tiles import Tile, shared_bytes
+from swa_plan._chosen import check_chosen, check_fits
 from swa_torch._cache import Cache, as_paged_cache
 from swa_torch._device import BACKENDS, choose_kernel, device_profile
 
@@ -83,24 +83,9 @@ def resolve_plan(
         )
     if isinstance(plan, SplitsAndPack):
         return plan_from_splits(problem, *plan, choose_kernel(device, backend), device_profile(device))
-    if not isinstance(plan, Plan):
-        raise TypeError(f"plan must be a Plan or None, got {type(plan).__name__}")
-    plan.check_serves(problem)
-    if backend is not None and BACKENDS.get(backend, backend) != plan.kernel:
-        raise ValueError(f"backend {backend!r} conflicts with plan.kernel={plan.kernel!r}")
-    if batch_invariant and not plan.batch_invariant:
-        raise ValueError("batch_invariant=True conflicts with a plan made without it (plan.chunk=0)")
-    serving = {kernel: name for name, kernel in BACKENDS.items()}
-    if plan.kernel not in serving:
-        raise ValueError(f"plan.kernel must be one of {', '.join(serving)} here, got {plan.kernel!r}")
-    choose_kernel(device, serving[plan.kernel])
-    profile = device_profile(device)
-    needed = shared_bytes(plan.problem, plan.rows, Tile(plan.tile, plan.warps, plan.stages))
-    if plan.kernel == "portable" and needed > profile.shared_memory:
-        raise ValueError(
-            f"plan.tile={plan.tile}, plan.stages={plan.stages}, plan.pack={plan.pack} (made for {plan.device!r}) need "
-            f"up to {needed} bytes of shared memory: {profile.name} has {profile.shared_memory}"
-        )
+    check_chosen(plan, problem, backend=backend, backends=BACKENDS, batch_invariant=batch_invariant)
+    choose_kernel(device, {kernel: name for name, kernel in BACKENDS.items()}[plan.kernel])
+    check_fits(plan, device_profile(device))
     return plan
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from swa_plan import Plan
-from swa_plan._checks import check_integer, check_window
+from swa_plan._checks import check_integer, check_real, check_softcap, check_window
 from swa_plan._problem import MAX_POSITIONS
 from swa_torch import _op
 from swa_torch._device import refuse_interpreted_bfloat16
@@ -24,10 +24,8 @@ from swa_torch._validate import (
     check_out,
     check_out_dtype,
     check_query_and_cache,
-    check_real,
     check_rows,
     check_scale,
-    check_softcap,
     check_tensor,
     check_workspace,
 )

@@ -6,13 +6,10 @@ calls are only compared, never converted.
 
 from __future__ import annotations
 
-import math
-from numbers import Real
-
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from swa_plan._checks import check_head_dim, check_heads, check_integer
+from swa_plan._checks import check_head_dim, check_heads, check_integer, check_real
 
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 QUANTISED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
@@ -129,42 +126,6 @@ def check_scale(
             raise ValueError(f"{name} must be a scalar or have shape [{kv_heads}] (kv_heads), got {list(scale.shape)}")
         return scale, 1.0
     return None, check_real(name, scale)
-
-
-def check_real(name: str, value: object) -> float:
-    """Return a finite number.
-
-    Raises:
-        TypeError: not a real number.
-        ValueError: not finite.
-    """
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not abs(number) <= torch.finfo(torch.float32).max:
-        raise ValueError(f"{name} must be finite in float32, got {value}")
-    return number
-
-
-def check_positive(name: str, value: float) -> float:
-    """Return a number that is positive in fp32.
-
-    Raises:
-        ValueError: it is not, or so small that fp32 has no normal number for it.
-    """
-    if value < torch.finfo(torch.float32).tiny:
-        raise ValueError(f"{name} must be positive (at least {torch.finfo(torch.float32).tiny:.3g}), got {value}")
-    return value
-
-
-def check_softcap(softcap: object) -> float | None:
-    """Return a positive cap or None."""
-    if softcap is None:
-        return None
-    return check_positive("softcap", check_real("softcap", softcap))
 
 
 def check_block_table(block_table: torch.Tensor, *, like: torch.Tensor, unit_stride: bool = True) -> None:

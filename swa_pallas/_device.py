@@ -1,0 +1,91 @@
+"""Backends of this package, and what is known of the GPU that a traced call will run on."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import jax
+from jax.sharding import get_abstract_mesh
+
+from swa_plan import DeviceProfile, Plan
+
+BACKENDS = {"pallas_triton": "portable", "xla": "ops", "interpret": "interpret"}
+"""Backend names, and the plan's kernel that each one runs."""
+
+LEAST_CAPABILITY = 80
+FP8_CAPABILITY = 89
+"""Chips before sm_89 cannot convert fp8 e4m3 themselves."""
+
+
+def check_backend(backend: object) -> None:
+    """Check a backend's name.
+
+    Raises:
+        ValueError: no such backend.
+        RuntimeError: it needs a part of JAX that this JAX no longer has.
+    """
+    if backend is None:
+        return
+    if not isinstance(backend, str) or backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend != "xla" and not has_pallas_triton():
+        raise RuntimeError(
+            f"backend {backend!r} needs jax.experimental.pallas.triton, which jax {jax.__version__} does not have: "
+            "use backend 'xla'"
+        )
+
+
+@functools.cache
+def has_pallas_triton() -> bool:
+    """Whether this JAX still ships Pallas lowered through Triton, deprecated since 0.11."""
+    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+
+
+def lowering_profile() -> DeviceProfile | None:
+    """Return the profile of the CUDA device that is lowered for: an abstract one, else this process's first GPU.
+
+    None where neither is there. Inside ``jax.sharding.use_abstract_mesh`` the mesh's ``AbstractDevice`` decides.
+
+    Raises:
+        NotImplementedError: the GPU is older than sm_80.
+    """
+    abstract = getattr(get_abstract_mesh(), "abstract_device", None)
+    if abstract is not None and abstract.platform == "gpu":
+        return abstract_profile(abstract.device_kind, abstract.num_cores)
+    return local_profile()
+
+
+def abstract_profile(device_kind: str, num_cores: int | None) -> DeviceProfile | None:
+    """Return the profile of a device that is known by name only; None where the name says nothing."""
+    words = device_kind.lower().split()
+    for name in ("a100", "h100", "h200", "b200", "rtx4090", "rtx5090"):
+        if name in words or name in "".join(words):
+            known = DeviceProfile.named(name)
+            return DeviceProfile.for_cuda(device_kind, known.capability, num_cores or known.num_sms)
+    return None
+
+
+@functools.cache
+def local_profile() -> DeviceProfile | None:
+    """Return the profile of this process's first CUDA device, or None."""
+    try:
+        device = jax.local_devices(backend="cuda")[0]
+    except RuntimeError:  # JAX has no other way to say that there is none
+        return None
+    capability = int(str(device.compute_capability).replace(".", ""))
+    if capability < LEAST_CAPABILITY:
+        raise NotImplementedError(
+            f"swa_pallas's kernels need sm_{LEAST_CAPABILITY} or newer (backend 'xla' runs anywhere), "
+            f"got sm_{capability}"
+        )
+    return DeviceProfile.for_cuda(device.device_kind, capability, device.core_count)
+
+
+def converts_fp8(plan: Plan) -> bool:
+    """Whether the device of a plan converts fp8 e4m3 in hardware; unknown devices do."""
+    try:
+        profile = DeviceProfile.named(plan.device)
+    except ValueError:
+        profile = lowering_profile()
+    return profile is None or profile.capability == 0 or profile.capability >= FP8_CAPABILITY

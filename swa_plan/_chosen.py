@@ -1,0 +1,44 @@
+"""Checks of a plan that a caller chose: it serves the call, its backend and the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from swa_plan._device import DeviceProfile
+from swa_plan._plan import Plan
+from swa_plan._problem import Problem
+from swa_plan._tiles import Tile, shared_bytes
+
+
+def check_chosen(
+    plan: object, problem: Problem, *, backend: str | None, backends: Mapping[str, str], batch_invariant: bool
+) -> None:
+    """Check a caller's plan against the call; ``backends`` maps a framework's backend names to plans' kernels.
+
+    Raises:
+        TypeError: not a plan.
+        ValueError: made for another problem, another backend or without batch invariance.
+    """
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan must be a Plan or None, got {type(plan).__name__}")
+    plan.check_serves(problem)
+    if backend is not None and backends.get(backend, backend) != plan.kernel:
+        raise ValueError(f"backend {backend!r} conflicts with plan.kernel={plan.kernel!r}")
+    if batch_invariant and not plan.batch_invariant:
+        raise ValueError("batch_invariant=True conflicts with a plan made without it (plan.chunk=0)")
+    if plan.kernel not in backends.values():
+        raise ValueError(f"plan.kernel must be one of {', '.join(backends.values())} here, got {plan.kernel!r}")
+
+
+def check_fits(plan: Plan, profile: DeviceProfile) -> None:
+    """Check that a portable plan's programs fit into a device's shared memory.
+
+    Raises:
+        ValueError: naming the plan's fields and both sizes.
+    """
+    needed = shared_bytes(plan.problem, plan.rows, Tile(plan.tile, plan.warps, plan.stages))
+    if plan.kernel == "portable" and needed > profile.shared_memory:
+        raise ValueError(
+            f"plan.tile={plan.tile}, plan.stages={plan.stages}, plan.pack={plan.pack} (made for {plan.device!r}) need "
+            f"up to {needed} bytes of shared memory: {profile.name} has {profile.shared_memory}"
+        )
