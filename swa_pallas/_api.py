@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from swa_pallas import _run
 from swa_pallas._cache import Cache, PagedCache, as_paged_cache
@@ -203,7 +204,7 @@ def _decode(
     arrays = (query, cache.bases, block_table, seq_lens, cu_query_lens, kv_start, kv_end, k_array, v_array, sinks, gate)
     operands = Operands(*arrays, scale_array, softcap_array, layer_array)
     if validate:
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(operands)):
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(operands)):
             raise ValueError(
                 "validate must be False while JAX traces, because it reads the data; call check_inputs(...) before, "
                 "got validate=True"

@@ -51,7 +51,7 @@ def append(
 
     Raises:
         TypeError: kinds or dtypes.
-        ValueError: shapes, a missing scale or layer, or (while lowering) a backend on a platform that it does not serve.
+        ValueError: shapes, a missing scale or layer, or (while lowering) a backend on a foreign platform.
         NotImplementedError: gradients or ``vmap``.
         RuntimeError: the backend needs a part of JAX that is gone.
     """

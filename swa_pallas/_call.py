@@ -15,8 +15,8 @@ from swa_plan import CacheLayout
 class Operands(NamedTuple):
     """The arrays of a call (inside a kernel: their references); absent ones are None.
 
-    ``scale``, ``softcap``, ``k_scale``, ``v_scale`` and ``layer`` are here where they are arrays (traced, or read on the
-    device) and in ``Statics`` where they are plain numbers. They have one axis, of size 1 or ``kv_heads``.
+    ``scale``, ``softcap``, ``k_scale``, ``v_scale`` and ``layer`` are here where they are arrays, in ``Statics`` where
+    they are plain numbers. They have one axis, of size 1 or ``kv_heads``.
     """
 
     query: jax.Array
@@ -84,5 +84,6 @@ def like_all(shape: tuple[int, ...], dtype: jnp.dtype | str, *arrays: object) ->
     """Return the type of an output that varies over every manual mesh axis that one of ``arrays`` varies over."""
     leaves = jax.tree.leaves(arrays)
     varying = frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in leaves))
-    kind = {"manual_axis_type": ManualAxisType(varying=varying)} if varying else {}
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), **kind)
+    return jax.ShapeDtypeStruct(
+        shape, jnp.dtype(dtype), manual_axis_type=ManualAxisType(varying=varying) if varying else None
+    )

@@ -61,7 +61,7 @@ def _differentiate(primals: Any, tangents: Any, *, name: str, **params: Any) -> 
 def _batch(arguments: Any, axes: Any, *, name: str, **params: Any) -> Any:
     raise NotImplementedError(
         f"{name} does not support vmap: fold the mapped axis into the requests (rows of block_table and seq_lens), "
-        f"got mapped axes {[axis for axis in axes if axis is not batching.not_mapped]}"
+        f"got mapped axes {[axis for axis in axes if axis is not None]}"
     )
 
 

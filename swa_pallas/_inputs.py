@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from swa_pallas._cache import Cache, as_paged_cache
 from swa_pallas._validate import INDEX_DTYPES, check_array, check_block_table
@@ -65,6 +66,6 @@ def check_inputs(
 
 
 def _on_host(name: str, array: Any) -> np.ndarray:
-    if isinstance(array, jax.core.Tracer):
+    if isinstance(array, Tracer):
         raise TypeError(f"{name} must be a concrete array, whose data can be read, got a traced {array.aval}")
     return np.asarray(array).astype(np.int64)

@@ -71,20 +71,20 @@ def append(
 def merge(
     outs: jax.Array, lses: jax.Array, sinks: jax.Array | None, gate: jax.Array | None, *, out_dtype: str,
     backend: str | None = None,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Merge checked partial attentions."""
     parts = refuse_transforms((outs, lses, sinks, gate), "merge_states")
     if not outs.shape[1]:
         shapes = like_all(outs.shape[1:], out_dtype, parts), like_all(lses.shape[1:], jnp.float32, parts)
         return _full(shapes[0], 0), _full(shapes[1], -jnp.inf)
 
-    def kernels(parts: tuple[Any, ...], *, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    def kernels(parts: tuple[Any, ...], *, interpret: bool) -> tuple[jax.Array, jax.Array | None]:
         from swa_pallas._pallas import _launch
 
-        return _launch.merge(*parts, out_dtype, interpret=interpret)
+        return _launch.merge(*parts, out_dtype=out_dtype, interpret=interpret)
 
     def operations(parts: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
-        return _xla.merge(*parts, out_dtype)
+        return _xla.merge(*parts, out_dtype=out_dtype)
 
     return dispatch("merge_states", backend, has_pallas_triton(), kernels, operations, parts)
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from swa_pallas._cache import PagedCache
 from swa_plan._checks import check_head_dim, check_heads, check_integer, check_real
@@ -33,8 +34,9 @@ def check_array(
     if array.dtype.name not in dtypes:
         hint = "; view a uint8 cache as float8_e4m3fn, float8_e5m2 or int8" if array.dtype == np.uint8 else ""
         raise TypeError(f"{name} must have dtype {', '.join(dtypes)}, got {array.dtype.name}{hint}")
-    if array.dtype.name == "int64" and not jax.config.jax_enable_x64:
-        raise TypeError(f"{name} must be int32 while jax_enable_x64 is off, got int64")
+    if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
+        narrow = jax.dtypes.canonicalize_dtype(array.dtype).name
+        raise TypeError(f"{name} must be {narrow} while jax_enable_x64 is off, got {array.dtype.name}")
     if shape is not None and tuple(array.shape) != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(array.shape)}")
     if rank is not None and array.ndim != rank:
@@ -54,7 +56,7 @@ def check_static(name: str, value: object) -> None:
     Raises:
         TypeError: naming the argument.
     """
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         raise TypeError(
             f"{name} must be static, because it decides shapes and code: pass a Python value "
             f"(static_argnames={name!r} in jax.jit), got a traced {value.aval}"

@@ -26,8 +26,8 @@ def warmup(
 ) -> None:
     """Compile ``swa_decode`` for this plan at each batch size that will be served.
 
-    XLA compiles for shapes: a serving loop pads its batches to a few sizes ("buckets"), with ``seq_lens == 0`` rows that
-    cost nothing and stay zero, and warms up those. What a jitted step of your own compiles, that step's warm-up covers.
+    XLA compiles for shapes: a serving loop pads its batches to a few sizes ("buckets"), with ``seq_lens == 0`` rows
+    that cost nothing and stay zero, and warms up those. A jitted step of your own has its own compilation to warm up.
     Runs requests without keys: nothing of the cache is read.
 
     Args:

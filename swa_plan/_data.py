@@ -1,4 +1,4 @@
-"""Checks of a step's data on the host: what the kernels answer with NaN rows becomes an error that names the request."""
+"""Checks of a step's data on the host: what the kernels answer with NaN rows is an error that names the request."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ place without touching them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +16,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-PLATFORMS = ("cuda",)
-"""Platforms that the compiled kernels lower for."""
+try:
+    from swa_pallas._pallas import _wide
+except (ImportError, AttributeError, KeyError):  # JAX's internals have moved
+    _wide = None
+
+OFFSETS_OF_32_BITS = 1 << 31
+"""Elements from here on need offsets that Pallas-Triton computes only for arrays of more than 2**32 bytes."""
 
 
 def launch(
@@ -50,7 +56,9 @@ def program_id(axis: int) -> jax.Array:
 
 def load(reference: Any, index: tuple[Any, ...], mask: jax.Array, other: float | int = 0) -> jax.Array:
     """Load ``reference[index]`` where ``mask``, else ``other``; ``index`` holds scalars and arrays that broadcast."""
-    return plgpu.load(reference.at[index], mask=mask, other=jnp.asarray(other, reference.dtype))
+    at, instead = reference.at[index], jnp.asarray(other, reference.dtype)
+    wide = wide_accesses(reference)
+    return plgpu.load(at, mask=mask, other=instead) if wide is None else wide.load(at, mask, instead)
 
 
 def load_one(reference: Any, *index: Any) -> jax.Array:
@@ -60,7 +68,28 @@ def load_one(reference: Any, *index: Any) -> jax.Array:
 
 def store(reference: Any, index: tuple[Any, ...], value: jax.Array, mask: jax.Array) -> None:
     """Store ``value`` at ``reference[index]`` where ``mask``."""
-    plgpu.store(reference.at[index], value, mask=mask)
+    wide = wide_accesses(reference)
+    if wide is None:
+        plgpu.store(reference.at[index], value, mask=mask)
+    else:
+        wide.store(reference.at[index], value, mask)
+
+
+def wide_accesses(reference: Any) -> Any:
+    """Return the accesses with 64-bit offsets where an array needs them, else None.
+
+    Raises:
+        NotImplementedError: it needs them, and this JAX has no way to make them.
+    """
+    elements = math.prod(reference.shape)
+    if elements < OFFSETS_OF_32_BITS or elements * reference.dtype.itemsize > 1 << 32:
+        return None
+    if _wide is None:
+        raise NotImplementedError(
+            f"cache must have fewer than 2**31 elements (or more than 4 GiB) for backend 'pallas_triton' with jax "
+            f"{jax.__version__}: use backend 'xla', got {reference.dtype.name}{list(reference.shape)}"
+        )
+    return _wide
 
 
 def dot(a: jax.Array, b: jax.Array, *, transpose: bool = False) -> jax.Array:

@@ -90,7 +90,7 @@ def swa_decode_combine(
         accumulator, total = lax.fori_loop(
             jnp.int32(0),
             jnp.int32(parts),
-            lambda part, sums: add_part(load_part(part), load_lse(part), pivot, *sums, to_base_2),
+            lambda part, sums: add_part(load_part(part), load_lse(part), pivot, sums[0], sums[1], to_base_2),
             (accumulator, total),
         )
 

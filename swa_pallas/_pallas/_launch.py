@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,6 +15,9 @@ from swa_pallas._pallas._combine import swa_decode_combine
 from swa_pallas._pallas._split import swa_decode_split
 from swa_plan import Plan
 
+Written = tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct | None]
+"""Types of an output and of its LSE, where that is wanted."""
+
 
 def decode(
     operands: Operands, *, plan: Plan, statics: Statics, native_fp8: bool, interpret: bool
@@ -21,81 +25,87 @@ def decode(
     """Run split and, with more than one split, combine; return the output and its LSE or None."""
     tokens, heads, _ = operands.query.shape
     requests = operands.block_table.shape[0]
-    out = like_all((tokens, heads, statics.v_dim), statics.out_dtype, operands)
-    lse = like_all((tokens, heads), jnp.float32, operands) if statics.return_lse else None
-    if plan.splits == 1:
-        written = (out, lse)
-    else:
+    sinks, gate = operands.sinks, operands.gate
+    finished: Written = (
+        like_all((tokens, heads, statics.v_dim), statics.out_dtype, operands),
+        like_all((tokens, heads), jnp.float32, operands) if statics.return_lse else None,
+    )
+    written = finished
+    if plan.splits > 1:
+        operands = operands._replace(sinks=None, gate=None)
         written = (
             like_all((tokens, plan.splits, heads, statics.v_dim), jnp.float32, operands),
             like_all((tokens, plan.splits, heads), jnp.float32, operands),
         )
-        operands, sinks, gate = operands._replace(sinks=None, gate=None), operands.sinks, operands.gate
 
-    def split_kernel(operands: Operands, *outputs: Any) -> None:
-        padded = (*outputs, None)[:2]
-        swa_decode_split(operands, padded, plan=plan, statics=statics, native_fp8=native_fp8, interpret=interpret)
+    def kernel(operands: Operands, *outputs: Any) -> None:
+        swa_decode_split(
+            operands, output_pair(outputs),
+            plan=plan, statics=statics, native_fp8=native_fp8, interpret=interpret,
+        )  # fmt: skip
 
     results = launch(
-        split_kernel, (operands,), present(written), grid=(plan.programs(requests), plan.splits),
+        kernel, (operands,), present(written), grid=(plan.programs(requests), plan.splits),
         warps=plan.warps, stages=plan.stages, name="swa_decode_split", interpret=interpret,
     )  # fmt: skip
-    if plan.splits == 1:
-        return results[0], results[1] if lse is not None else None
-    return combine(*results, sinks, gate, (out, lse), natural=False, interpret=interpret)
+    if plan.splits > 1:
+        return combine(results[0], results[1], sinks, gate, finished, natural=False, interpret=interpret)
+    return output_pair(results)
 
 
 def merge(
     outs: jax.Array, lses: jax.Array, sinks: jax.Array | None, gate: jax.Array | None, out_dtype: str, *,
     interpret: bool,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Merge ``[parts, tokens, heads, v_dim]`` with natural LSEs ``[parts, tokens, heads]``."""
-    written = (
-        like_all(outs.shape[1:], out_dtype, outs, lses, sinks, gate),
-        like_all(lses.shape[1:], jnp.float32, outs, lses, sinks, gate),
-    )
-    merged, lse = combine(outs, lses, sinks, gate, written, natural=True, interpret=interpret)
-    assert lse is not None
-    return merged, lse
+    parts = (outs, lses, sinks, gate)
+    written: Written = (
+        like_all(outs.shape[1:], out_dtype, parts), like_all(lses.shape[1:], jnp.float32, parts)
+    )  # fmt: skip
+    return combine(*parts, written, natural=True, interpret=interpret)
 
 
 def combine(
-    partial: jax.Array, partial_lse: jax.Array, sinks: jax.Array | None, gate: jax.Array | None,
-    written: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct | None], *, natural: bool, interpret: bool,
+    partial: jax.Array, partial_lse: jax.Array, sinks: jax.Array | None, gate: jax.Array | None, written: Written, *,
+    natural: bool, interpret: bool,
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Launch the combine kernel."""
     tokens, heads, _ = written[0].shape
 
-    def combine_kernel(inputs: tuple[Any, Any, Any, Any], *outputs: Any) -> None:
-        swa_decode_combine(*inputs, (*outputs, None)[:2], natural=natural, interpret=interpret)
+    def kernel(partial: Any, partial_lse: Any, options: tuple[Any, Any], *outputs: Any) -> None:
+        swa_decode_combine(
+            partial, partial_lse, *options, output_pair(outputs), natural=natural, interpret=interpret
+        )  # fmt: skip
 
     results = launch(
-        combine_kernel, ((partial, partial_lse, sinks, gate),), present(written), grid=(tokens, heads),
+        kernel, (partial, partial_lse, (sinks, gate)), present(written), grid=(tokens, heads),
         warps=1, stages=1, name="swa_decode_combine", interpret=interpret,
     )  # fmt: skip
-    return results[0], results[1] if written[1] is not None else None
+    return output_pair(results)
 
 
 def append(operands: Append, *, statics: Statics, limit: float | None, interpret: bool) -> tuple[jax.Array, ...]:
     """Write rows of keys and values into their slots; the results take the bases' memory where JAX may reuse it."""
-    rows = operands.slot_mapping.shape[0]
-    kv_heads = operands.key.shape[1]
+    rows, kv_heads = operands.slot_mapping.shape[0], operands.key.shape[1]
     inputs = operands._replace(bases=())
     first = len(jax.tree.leaves(inputs))
-    written = [like_all(base.shape, base.dtype, operands) for base in operands.bases]
 
-    def append_kernel(inputs: Append, bases: tuple[Any, ...], *outputs: Any) -> None:
+    def kernel(inputs: Append, bases: tuple[Any, ...], *outputs: Any) -> None:
         swa_append(inputs._replace(bases=bases), outputs, statics=statics, limit=limit, interpret=interpret)
 
-    return tuple(
-        launch(
-            append_kernel, (inputs, operands.bases), written, grid=(rows, kv_heads),
-            warps=1, stages=1, name="swa_append", interpret=interpret,
-            aliases={first + i: i for i in range(len(operands.bases))},
-        )
+    results = launch(
+        kernel, (inputs, operands.bases), [like_all(base.shape, base.dtype, operands) for base in operands.bases],
+        grid=(rows, kv_heads), warps=1, stages=1, name="swa_append", interpret=interpret,
+        aliases={first + i: i for i in range(len(operands.bases))},
     )  # fmt: skip
+    return tuple(results)
 
 
-def present(shapes: tuple[Any, ...]) -> list[Any]:
+def present(written: Written) -> list[jax.ShapeDtypeStruct]:
     """Return the outputs that a kernel has."""
-    return [shape for shape in shapes if shape is not None]
+    return [each for each in written if each is not None]
+
+
+def output_pair(outputs: Sequence[Any]) -> tuple[Any, Any]:
+    """Return an output and its LSE, None where the kernel has none."""
+    return outputs[0], outputs[1] if len(outputs) > 1 else None

@@ -70,10 +70,10 @@ def fill_token(
 def swa_decode_split(
     operands: Operands, outputs: tuple[Any, Any], *, plan: Plan, statics: Statics, native_fp8: bool, interpret: bool
 ) -> None:
-    """Attend ``pack`` rows x ``head_tile`` heads to one chunk; grid ``(requests * row tiles * kv heads * head tiles,
-    splits)``.
+    """Attend ``pack`` rows x ``head_tile`` heads to one chunk.
 
-    ``outputs`` are the output and its LSE (or None) with one split, else the partials and their LSEs.
+    The grid is ``(requests * row tiles * kv heads * head tiles, splits)``. ``outputs`` are the output and its LSE (or
+    None) with one split, else the partials and their LSEs.
     """
     problem = plan.problem
     output, lse_output = outputs
