@@ -57,8 +57,10 @@ def program_id(axis: int) -> jax.Array:
 def load(reference: Any, index: tuple[Any, ...], mask: jax.Array, other: float | int = 0) -> jax.Array:
     """Load ``reference[index]`` where ``mask``, else ``other``; ``index`` holds scalars and arrays that broadcast."""
     at, instead = reference.at[index], jnp.asarray(other, reference.dtype)
-    wide = wide_accesses(reference)
-    return plgpu.load(at, mask=mask, other=instead) if wide is None else wide.load(at, mask, instead)
+    if _wide is not None:
+        return _wide.load(at, mask, instead)
+    check_offsets(reference)
+    return plgpu.load(at, mask=mask, other=instead)
 
 
 def load_one(reference: Any, *index: Any) -> jax.Array:
@@ -68,28 +70,25 @@ def load_one(reference: Any, *index: Any) -> jax.Array:
 
 def store(reference: Any, index: tuple[Any, ...], value: jax.Array, mask: jax.Array) -> None:
     """Store ``value`` at ``reference[index]`` where ``mask``."""
-    wide = wide_accesses(reference)
-    if wide is None:
-        plgpu.store(reference.at[index], value, mask=mask)
-    else:
-        wide.store(reference.at[index], value, mask)
+    if _wide is not None:
+        _wide.store(reference.at[index], value, mask)
+        return
+    check_offsets(reference)
+    plgpu.store(reference.at[index], value, mask=mask)
 
 
-def wide_accesses(reference: Any) -> Any:
-    """Return the accesses with 64-bit offsets where an array needs them, else None.
+def check_offsets(reference: Any) -> None:
+    """Check that Pallas-Triton's own accesses reach every element of an array.
 
     Raises:
-        NotImplementedError: it needs them, and this JAX has no way to make them.
+        NotImplementedError: their offsets would wrap.
     """
     elements = math.prod(reference.shape)
-    if elements < OFFSETS_OF_32_BITS or elements * reference.dtype.itemsize > 1 << 32:
-        return None
-    if _wide is None:
+    if elements > OFFSETS_OF_32_BITS and elements * reference.dtype.itemsize <= 1 << 32:
         raise NotImplementedError(
-            f"cache must have fewer than 2**31 elements (or more than 4 GiB) for backend 'pallas_triton' with jax "
+            f"cache must have at most 2**31 elements (or more than 4 GiB) for backend 'pallas_triton' with jax "
             f"{jax.__version__}: use backend 'xla', got {reference.dtype.name}{list(reference.shape)}"
         )
-    return _wide
 
 
 def dot(a: jax.Array, b: jax.Array, *, transpose: bool = False) -> jax.Array:

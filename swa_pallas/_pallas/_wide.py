@@ -1,15 +1,19 @@
-"""64-bit addresses for caches of one-byte elements between 2 and 4 GiB.
+"""64-bit offsets into arrays, which Pallas-Triton offers for arrays of more than 4 GiB only.
 
-Pallas-Triton computes offsets in 32 bits unless an array has more than 2**32 *bytes*, and Triton extends them by sign:
-an element beyond 2**31 of a smaller one-byte array would be read before its start. JAX offers no public way to widen
-them, so the two primitives here hand JAX's own lowering rules a larger leading axis, which decides the width of offsets
-and nothing else. They use JAX's internals, proved for the versions that are tested; where those have moved this module
-cannot be imported, and such caches are refused.
+Its 32-bit offsets are extended by sign, so an element beyond 2**31 of a one-byte cache of 2 to 4 GiB would be read
+before the array's start. They also cost an addition and two instructions of address arithmetic for each load, because a
+32-bit sum may wrap and cannot become part of the instruction: 1456 instructions against 1315 with 64 bits for the split
+kernel at 192-wide heads (sm_90).
+
+JAX has no public way to widen them, so the two primitives here hand JAX's own lowering rules a larger leading axis,
+which decides the width of offsets and nothing else. They use JAX's internals, proved for the versions that are tested;
+where those have moved this module cannot be imported, and the kernels use the public accesses.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -19,6 +23,9 @@ from jax._src.state import discharge
 from jax._src.state.primitives import get_ref_and_transforms
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
+
+BYTES_WITH_64_BITS = 1 << 33
+"""Arrays of this size have 64-bit offsets (from more than 2**32 on)."""
 
 
 def load(reference: Any, mask: jax.Array, other: jax.Array) -> jax.Array:
@@ -42,9 +49,10 @@ def _wide_version(original: Any, name: str) -> Primitive:
 
     def lower(context: Any, *arguments: Any, **params: Any) -> Any:
         info, *others = context.block_infos
-        first, *rest = info.full_shape_dtype.shape
-        larger = ShapedArray((4 * first, *rest), info.full_shape_dtype.dtype)
-        info = dataclasses.replace(info, full_shape_dtype=larger)
+        array = info.full_shape_dtype
+        first, *rest = array.shape
+        factor = BYTES_WITH_64_BITS // max(1, math.prod(array.shape) * array.dtype.itemsize) + 1
+        info = dataclasses.replace(info, full_shape_dtype=ShapedArray((factor * first, *rest), array.dtype))
         return rule(context.replace(block_infos=[info, *others]), *arguments, **params)
 
     lowering.register_lowering(primitive)(lower)
