@@ -63,13 +63,14 @@ class JaxTimer:
         return (time.perf_counter() - start) * 1e6 / (self.repeats * self.calls)
 
 
-def torch_launch(workload: Workload, t: Tensors, plan: swa_torch.Plan) -> Callable[[int], None]:
-    """Return a launch of one rotation."""
+def torch_launch(workload: Workload, t: Tensors, plan: swa_torch.Plan, calls: int) -> Callable[[int], None]:
+    """Return a launch of one rotation; each call has an output of its own, as in JAX."""
+    outputs = [torch.empty_like(t.output) for _ in range(calls)]
 
     def launch(index: int) -> None:
         swa_torch.swa_decode(
             t.query, (t.key_cache, t.value_cache), t.tables[index % len(t.tables)], t.seq_lens,
-            window=workload.window, query_len=workload.query_len, gate=t.gate, out=t.output, plan=plan,
+            window=workload.window, query_len=workload.query_len, gate=t.gate, out=outputs[index], plan=plan,
         )  # fmt: skip
 
     return launch
@@ -125,9 +126,11 @@ def without_dependent_launch(launch: Callable[[int], None], calls: int) -> Graph
 
 def ulp_histogram(workload: Workload, t: Tensors, plan: swa_pallas.Plan) -> dict[str, int]:
     """Return how many outputs differ by how many units in the last place (of bf16)."""
-    torch_launch(workload, t, plan)(0)
-    torch.cuda.synchronize()
-    ours = t.output.view(torch.int16).cpu().numpy().astype(np.int32)
+    ours = swa_torch.swa_decode(
+        t.query, (t.key_cache, t.value_cache), t.tables[0], t.seq_lens,
+        window=workload.window, query_len=workload.query_len, gate=t.gate, plan=plan,
+    )  # fmt: skip
+    ours = ours.view(torch.int16).cpu().numpy().astype(np.int32)
     theirs = np.asarray(jax_program(workload, t, plan, 1)()[0])
     assert theirs.dtype == ml_dtypes.bfloat16
     bits = theirs.view(np.int16).astype(np.int32)
@@ -144,7 +147,7 @@ def measure(workload: Workload, rounds: int) -> dict:
     )
     calls = max(16, min(32, len(t.tables)))
     program = jax_program(workload, t, plan, calls)
-    launch = torch_launch(workload, t, plan)
+    launch = torch_launch(workload, t, plan, calls)
     graph = GraphTimer(launch, calls)
     timers = {"triton": graph, "pallas": JaxTimer(program, calls)} | floor_timers(workload.read_bytes)
     samples: dict[str, list[float]] = {name: [] for name in timers}

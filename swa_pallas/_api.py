@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.core import Tracer
 
 from swa_pallas import _run
@@ -14,6 +13,7 @@ from swa_pallas._call import Operands, Statics
 from swa_pallas._inputs import check_inputs
 from swa_pallas._planning import SplitsAndPack, problem_of, route
 from swa_pallas._validate import (
+    as_arrays,
     check_head_options,
     check_layer,
     check_out_dtype,
@@ -175,7 +175,10 @@ def _decode(
     batch_invariant: bool = False, validate: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:  # fmt: skip
     """Check and run; ``plan`` is a ``Plan``, a ``SplitsAndPack`` or None."""
-    check_static("window", window)
+    for name, value in (
+        ("window", window), ("return_lse", return_lse), ("batch_invariant", batch_invariant), ("validate", validate)
+    ):  # fmt: skip
+        check_static(name, value)
     window = check_window(window)
     check_query_and_cache(query, cache)
     query_len = check_rows(
@@ -213,7 +216,7 @@ def _decode(
             cache, block_table, seq_lens, window=window, query_len=query_len, cu_query_lens=cu_query_lens,
             kv_start=kv_start, kv_end=kv_end, tokens=query.shape[0],
         )  # fmt: skip
-    out, lse = _run.decode(jax.tree.map(jnp.asarray, operands), statics=statics, route=chosen)
+    out, lse = _run.decode(as_arrays(operands), statics=statics, route=chosen)
     if lse is None:
         return out
     return out, lse

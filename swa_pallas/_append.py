@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from swa_pallas import _run
 from swa_pallas._cache import Cache, PagedCache, as_paged_cache
 from swa_pallas._call import Append, Statics
 from swa_pallas._device import check_backend
-from swa_pallas._validate import INDEX_DTYPES, check_array, check_layer, check_scale
+from swa_pallas._validate import INDEX_DTYPES, as_arrays, check_array, check_layer, check_scale
 from swa_plan._checks import check_positive
 from swa_plan._dtypes import finite_max
 from swa_plan._problem import QUANTISED_DTYPES, QUERY_DTYPES
@@ -83,7 +82,7 @@ def append(
         False,
     )  # fmt: skip
     operands = Append(key, value, slot_mapping, paged.bases, k_array, v_array, layer_array)
-    bases = _run.append(jax.tree.map(jnp.asarray, operands), statics=statics, limit=limit, backend=backend)
+    bases = _run.append(as_arrays(operands), statics=statics, limit=limit, backend=backend)
     if not isinstance(cache, PagedCache):
         return tuple(bases)
     return jax.tree.unflatten(jax.tree.structure(paged), bases)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
+from typing import Any
 
 import jax
-from jax.sharding import get_abstract_mesh
+from jax.sharding import AbstractDevice, AbstractMesh, get_abstract_mesh, use_abstract_mesh
 
 from swa_plan import DeviceProfile, Plan
 
@@ -14,6 +16,16 @@ BACKENDS = {"pallas_triton": "portable", "xla": "ops", "interpret": "interpret"}
 """Backend names, and the plan's kernel that each one runs."""
 
 LEAST_CAPABILITY = 80
+DEVICE_KINDS = {
+    "a100": "NVIDIA A100",
+    "h100": "NVIDIA H100",
+    "h200": "NVIDIA H200",
+    "b200": "NVIDIA B200",
+    "rtx4090": "NVIDIA GeForce RTX 4090",
+    "rtx5090": "NVIDIA RTX PRO 6000",
+}
+"""Profiles' names, and devices of that architecture that JAX knows."""
+
 FP8_CAPABILITY = 89
 """Chips before sm_89 cannot convert fp8 e4m3 themselves."""
 
@@ -82,10 +94,18 @@ def local_profile() -> DeviceProfile | None:
     return DeviceProfile.for_cuda(device.device_kind, capability, device.core_count)
 
 
-def converts_fp8(plan: Plan) -> bool:
-    """Whether the device of a plan converts fp8 e4m3 in hardware; unknown devices do."""
-    try:
-        profile = DeviceProfile.named(plan.device)
-    except ValueError:
-        profile = lowering_profile()
+def lowering_device(name: str) -> contextlib.AbstractContextManager[Any]:
+    """Tell JAX which GPU is lowered for, in a process that has none; JAX asks since 0.11."""
+    kind = DEVICE_KINDS.get(name)
+    has_device = getattr(get_abstract_mesh(), "abstract_device", None) is not None or local_profile() is not None
+    if kind is None or has_device or not get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    device = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
+    return use_abstract_mesh(AbstractMesh((1,), ("swa_device",), abstract_device=device))
+
+
+def converts_fp8(plan: Plan | None = None) -> bool:
+    """Whether the device of a plan (or the one that is lowered for) converts fp8 e4m3 in hardware; unknown ones do."""
+    known = plan is not None and plan.device in DEVICE_KINDS
+    profile = DeviceProfile.named(plan.device) if plan is not None and known else lowering_profile()
     return profile is None or profile.capability == 0 or profile.capability >= FP8_CAPABILITY

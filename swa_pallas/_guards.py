@@ -15,6 +15,13 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+_UNMAPPED = {
+    "swa_decode": "requests (rows of block_table and seq_lens)",
+    "append": "rows of key, value and slot_mapping",
+    "merge_states": "tokens",
+}
+"""What a caller folds a mapped axis into."""
+
 _guard_p = Primitive("swa_guard")
 _guard_p.multiple_results = True
 
@@ -60,7 +67,7 @@ def _differentiate(primals: Any, tangents: Any, *, name: str, **params: Any) -> 
 
 def _batch(arguments: Any, axes: Any, *, name: str, **params: Any) -> Any:
     raise NotImplementedError(
-        f"{name} does not support vmap: fold the mapped axis into the requests (rows of block_table and seq_lens), "
+        f"{name} does not support vmap: fold the mapped axis into the {_UNMAPPED[name]}, "
         f"got mapped axes {[axis for axis in axes if axis is not None]}"
     )
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from swa_pallas import _run
 from swa_pallas._device import check_backend
-from swa_pallas._validate import check_array, check_head_options, check_out_dtype
+from swa_pallas._validate import as_arrays, check_array, check_head_options, check_out_dtype
 from swa_plan._checks import check_head_dim
 from swa_plan._problem import QUERY_DTYPES
 
@@ -54,5 +53,5 @@ def merge_states(
     check_head_dim("v_dim", int(outs.shape[3]))
     check_array("lses", lses, ("float32",), tuple(outs.shape[:3]))
     check_head_options(outs.shape[1], outs.shape[2], gate, sinks)
-    arrays = jax.tree.map(jnp.asarray, (outs, lses, sinks, gate))
-    return _run.merge(*arrays, out_dtype=check_out_dtype(out_dtype, outs.dtype), backend=backend)
+    arrays = as_arrays({"outs": outs, "lses": lses, "sinks": sinks, "gate": gate})
+    return _run.merge(**arrays, out_dtype=check_out_dtype(out_dtype, outs.dtype), backend=backend)

@@ -12,11 +12,13 @@ from jax import lax
 
 from swa_pallas import _xla
 from swa_pallas._call import Append, Operands, Statics, like_all
-from swa_pallas._device import converts_fp8, has_pallas_triton
+from swa_pallas._device import converts_fp8, has_pallas_triton, lowering_device
 from swa_pallas._guards import refuse_lowering, refuse_transforms, require_lowering
 from swa_pallas._planning import Route
 
 CUDA = ("cuda",)
+ANY_DEVICE = "h100"
+"""Append and merge are compiled alike for every GPU, so any will do where none is known."""
 NO_DEVICE = (
     "lowering for CUDA must know its GPU: this process has none, so pass plan=plan_for(..., "
     "device=DeviceProfile.named('h200')) or lower inside jax.sharding.use_abstract_mesh with an AbstractDevice"
@@ -44,7 +46,8 @@ def decode(operands: Operands, *, statics: Statics, route: Route) -> tuple[jax.A
     def operations(operands: Operands) -> tuple[jax.Array, jax.Array | None]:
         return _xla.decode(operands, plan=route.other, statics=statics)
 
-    return dispatch("swa_decode", route.backend, route.cuda is not None, kernels, operations, operands)
+    plan_device = "" if route.cuda is None else route.cuda.device
+    return dispatch("swa_decode", route.backend, route.cuda is not None, kernels, operations, operands, plan_device)
 
 
 @functools.partial(jax.jit, static_argnames=("statics", "limit", "backend"))
@@ -64,7 +67,9 @@ def append(
     def operations(operands: Append) -> tuple[jax.Array, ...]:
         return _xla.append(operands, statics=statics, limit=limit)
 
-    return dispatch("append", backend, has_pallas_triton(), kernels, operations, operands)
+    # XLA converts to fp8 where the chip cannot.
+    by_kernel = operands.bases[0].dtype != jnp.float8_e4m3fn or converts_fp8()
+    return dispatch("append", backend, True, kernels if by_kernel else None, operations, operands, ANY_DEVICE)
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "backend"))
@@ -86,27 +91,29 @@ def merge(
     def operations(parts: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
         return _xla.merge(*parts, out_dtype=out_dtype)
 
-    return dispatch("merge_states", backend, has_pallas_triton(), kernels, operations, parts)
+    return dispatch("merge_states", backend, True, kernels, operations, parts, ANY_DEVICE)
 
 
 def dispatch(
-    name: str, backend: str | None, cuda_is_known: bool, kernels: Callable[..., Any], operations: Callable[..., Any],
-    operands: Any,
+    name: str, backend: str | None, cuda_is_known: bool, kernels: Callable[..., Any] | None,
+    operations: Callable[..., Any], operands: Any, device: str,
 ) -> Any:  # fmt: skip
     """Run ``kernels`` or ``operations``: what ``backend`` names, else what the platform that is lowered for wants."""
 
     def compiled(operands: Any) -> Any:
         operands = require_lowering(operands, name=name, backend="pallas_triton", platforms=CUDA)
-        return kernels(operands, interpret=False)
+        assert kernels is not None
+        with lowering_device(device):
+            return kernels(operands, interpret=False)
 
     def unknown_device(operands: Any) -> Any:
         return operations(refuse_lowering(operands, name=name, reason=NO_DEVICE))
 
-    if backend == "pallas_triton":
+    if backend == "pallas_triton" and kernels is not None:
         return compiled(operands)
-    if backend == "interpret":
+    if backend == "interpret" and kernels is not None:
         return kernels(operands, interpret=True)
-    if backend == "xla" or not has_pallas_triton():
+    if backend == "xla" or kernels is None or not has_pallas_triton():
         return operations(operands)
     return lax.platform_dependent(operands, cuda=compiled if cuda_is_known else unknown_device, default=operations)
 

@@ -50,6 +50,24 @@ def check_array(
             )
 
 
+def as_arrays(operands: Any) -> Any:
+    """Return checked operands, a named tuple or a dict of arguments, as JAX arrays.
+
+    Raises:
+        TypeError: one is a ``ShapeDtypeStruct``, which plans may be made from but nothing can be computed from.
+    """
+
+    def convert(path: Any, operand: Any) -> jax.Array:
+        if isinstance(operand, jax.ShapeDtypeStruct):
+            name = getattr(path[0], "name", None) or path[0].key
+            raise TypeError(
+                f"{'cache' if name == 'bases' else name} must hold data (jax.eval_shape takes calls without), got {operand}"
+            )
+        return jnp.asarray(operand)
+
+    return jax.tree_util.tree_map_with_path(convert, operands)
+
+
 def check_static(name: str, value: object) -> None:
     """Refuse a traced value where a static one is needed.
 
@@ -190,7 +208,10 @@ def check_out_dtype(out_dtype: Any, default: Any) -> str:
     Raises:
         TypeError: not one of the query dtypes.
     """
-    name = default.name if out_dtype is None else jnp.dtype(out_dtype).name
+    try:
+        name = default.name if out_dtype is None else jnp.dtype(out_dtype).name
+    except TypeError:
+        name = repr(out_dtype)
     if name not in QUERY_DTYPES:
         raise TypeError(f"out_dtype must be one of {', '.join(QUERY_DTYPES)}, got {name}")
     return name

@@ -6,14 +6,16 @@ so that memory stays bounded. Rounding to 16 bits is arithmetic in fp32, because
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from swa_pallas._call import Append, Operands, Statics
+from swa_pallas._call import Append, Operands, Statics, like_all
 from swa_plan import Plan
 from swa_plan._layout import PACKED
 from swa_plan._problem import MAX_POSITIONS
@@ -182,10 +184,9 @@ def gather(
     """Return fp32 ``[keys, kv_heads, dim]`` of K or V, read from the base by one gather."""
     base = bases[-1 if kv else 0]
     starts, windows = slot_windows(statics, base.shape, kv, page, slot, layer)
-    kept = [i for i, axis in enumerate(statics.layout.axes) if axis in ("kv_heads", "dim", PACKED)]
     dimensions = lax.GatherDimensionNumbers(
         offset_dims=(1, 2),
-        collapsed_slice_dims=tuple(i for i in range(base.ndim) if i not in kept),
+        collapsed_slice_dims=tuple(i for i in range(base.ndim) if i not in kept_axes(statics)),
         start_index_map=tuple(range(base.ndim)),
     )
     found = lax.gather(base, starts, dimensions, windows, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
@@ -203,6 +204,11 @@ def slot_windows(
     starts = jnp.stack([jnp.broadcast_to(jnp.asarray(first[axis], jnp.int32), page.shape) for axis in axes], axis=1)
     sizes = {"kv_heads": shape[axes.index("kv_heads")], "dim": dim, PACKED: dim}
     return starts, tuple(sizes.get(axis, 1) for axis in axes)
+
+
+def kept_axes(statics: Statics) -> tuple[int, ...]:
+    """Return the axes that a slot's window has whole."""
+    return tuple(i for i, axis in enumerate(statics.layout.axes) if axis in ("kv_heads", "dim", PACKED))
 
 
 def existing_layer(layer: jax.Array | None, statics: Statics, base: jax.Array) -> tuple[Any, Any]:
@@ -276,14 +282,14 @@ def merge(
 
 
 def append(operands: Append, *, statics: Statics, limit: float | None) -> tuple[jax.Array, ...]:
-    """Write rows of keys and values into their slots by one scatter each."""
+    """Write rows of keys and values into their slots."""
     bases = list(operands.bases)
     rows = operands.slot_mapping.shape[0]
     block = bases[0].shape[statics.layout.axes.index("block")]
     layer, layer_exists = existing_layer(operands.layer, statics, bases[0])
     position = operands.slot_mapping
     written = (position >= 0) & layer_exists
-    # A slot outside the cache goes to a page that does not exist, and the scatter drops it.
+    # A slot outside the cache goes to a page that does not exist, and nothing is written there.
     page = jnp.where(written, jnp.minimum(position // block, statics.pages), statics.pages).astype(jnp.int32)
     slot = jnp.where(written, position % block, 0).astype(jnp.int32)
     for kv, source, scale, number in (
@@ -294,16 +300,44 @@ def append(operands: Append, *, statics: Statics, limit: float | None) -> tuple[
         if limit is not None:
             source = narrow(source, per_head(scale, number, source.shape[1]), limit, base.dtype)
         starts, windows = slot_windows(statics, base.shape, kv, page, slot, layer)
-        kept = [i for i, size in enumerate(windows) if statics.layout.axes[i] in ("kv_heads", "dim", PACKED)]
-        dimensions = lax.ScatterDimensionNumbers(
-            update_window_dims=(1, 2),
-            inserted_window_dims=tuple(i for i in range(base.ndim) if i not in kept),
-            scatter_dims_to_operand_dims=tuple(range(base.ndim)),
-        )
-        bases[which] = lax.scatter(
-            base, starts, source[:rows], dimensions, mode=lax.GatherScatterMode.FILL_OR_DROP, unique_indices=True
+        # XLA scatters bf16 and fp8 on the CPU by way of a wider copy of the whole base; slices are written in place.
+        bases[which] = lax.platform_dependent(
+            base,
+            starts,
+            source[:rows],
+            cpu=functools.partial(write_slices, windows=windows, pages_axis=statics.layout.axes.index("pages")),
+            default=functools.partial(scatter, kept=kept_axes(statics)),
         )
     return tuple(bases)
+
+
+def scatter(base: jax.Array, starts: jax.Array, updates: jax.Array, *, kept: Sequence[int]) -> jax.Array:
+    """Write ``[rows, kv_heads, dim]`` at ``starts``, which no two rows share; one outside the base writes nothing."""
+    dimensions = lax.ScatterDimensionNumbers(
+        update_window_dims=(1, 2),
+        inserted_window_dims=tuple(i for i in range(base.ndim) if i not in kept),
+        scatter_dims_to_operand_dims=tuple(range(base.ndim)),
+    )
+    drop = lax.GatherScatterMode.FILL_OR_DROP
+    return lax.scatter(base, starts, updates, dimensions, mode=drop, unique_indices=True)
+
+
+def write_slices(
+    base: jax.Array, starts: jax.Array, updates: jax.Array, *, windows: tuple[int, ...], pages_axis: int
+) -> jax.Array:
+    """Do what ``scatter`` does, one row after another."""
+    # A loop keeps its carry's type, so the base must vary over every manual mesh axis that a row varies over.
+    union = like_all(base.shape, base.dtype, base, starts, updates).manual_axis_type
+    missing = frozenset() if union is None else union.varying - jax.typeof(base).manual_axis_type.varying
+    base = lax.pcast(base, tuple(missing), to="varying") if missing else base
+    # Rows inside the base first, and no others: a slice that is read to be written back would be a copy of the base.
+    inside = starts[:, pages_axis] < base.shape[pages_axis]
+    order = jnp.argsort(~inside, stable=True)
+
+    def write(i: jax.Array, base: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice(base, updates[order[i]].reshape(windows), tuple(starts[order[i]]))
+
+    return lax.fori_loop(jnp.int32(0), jnp.sum(inside, dtype=jnp.int32), write, base)
 
 
 def narrow(x: jax.Array, scale: jax.Array, limit: float, dtype: Any) -> jax.Array:

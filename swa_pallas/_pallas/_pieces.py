@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from swa_pallas._pallas._backend import divide, dot, load, store
 
@@ -27,16 +28,29 @@ def arange(size: int) -> jax.Array:
     return jnp.arange(size, dtype=jnp.int32)
 
 
+def divide_down(a: jax.Array, b: int) -> jax.Array:
+    """Return ``a // b`` of integers that are not negative, in ``a``'s dtype: JAX's 64-bit mode would widen ``b``."""
+    return lax.div(a, jnp.asarray(b, a.dtype))
+
+
+def remainder(a: jax.Array, b: int) -> jax.Array:
+    """Return ``a % b``, likewise."""
+    return lax.rem(a, jnp.asarray(b, a.dtype))
+
+
 def piece_mask(mask: jax.Array, i: int, dim: int, piece: int, pieces: int) -> jax.Array:
     """Return ``mask[rows, 1]`` for piece ``i``, without the padding."""
     mask = jnp.broadcast_to(mask, (mask.shape[0], piece))
     return mask if piece * pieces == dim else mask & (i * piece + arange(piece)[None, :] < dim)
 
 
-def load_pieces(reference: Any, at: Index, mask: jax.Array, dim: int, piece: int, pieces: int) -> Pieces:
+def load_pieces(
+    reference: Any, at: Index, mask: jax.Array, dim: int, piece: int, pieces: int, *, wide_offsets: bool = False
+) -> Pieces:
     """Load ``[rows, dim]`` at ``reference[at(d)]`` as a tuple of pieces; masked rows and padding are zero."""
     d = arange(piece)[None, :]
-    return tuple(load(reference, at(i * piece + d), piece_mask(mask, i, dim, piece, pieces)) for i in range(pieces))
+    masks = [piece_mask(mask, i, dim, piece, pieces) for i in range(pieces)]
+    return tuple(load(reference, at(i * piece + d), masks[i], wide_offsets=wide_offsets) for i in range(pieces))
 
 
 def store_pieces(reference: Any, at: Index, values: Pieces, mask: jax.Array, dim: int, piece: int) -> None:

@@ -20,10 +20,12 @@ from swa_pallas._pallas._pieces import (
     LOG2E,
     add_sink,
     arange,
+    divide_down,
     load_pieces,
     log_sum_exp,
     query_key,
     reciprocal,
+    remainder,
     round_and_gate,
     scale_pieces,
     sigmoid,
@@ -89,13 +91,13 @@ def swa_decode_split(
     # --- ids ---
     program = program_id(0)
     split = program_id(1)
-    head_tile_id = lax.rem(program, head_tiles)
-    kv_head = lax.rem(lax.div(program, head_tiles), kv_heads)
-    row_tile = lax.rem(lax.div(program, head_tiles * kv_heads), plan.row_tiles)
-    request = lax.div(program, head_tiles * kv_heads * plan.row_tiles)
+    head_tile_id = remainder(program, head_tiles)
+    kv_head = remainder(divide_down(program, head_tiles), kv_heads)
+    row_tile = remainder(divide_down(program, head_tiles * kv_heads), plan.row_tiles)
+    request = divide_down(program, head_tiles * kv_heads * plan.row_tiles)
     m = arange(tile_rows)
-    row = lax.div(m, head_tile)
-    head_in_group = head_tile_id * head_tile + lax.rem(m, head_tile)
+    row = divide_down(m, head_tile)
+    head_in_group = head_tile_id * head_tile + remainder(m, head_tile)
     head = kv_head * group + head_in_group
 
     # --- ranges: the request's rows, the keys they see, this program's chunk of those ---
@@ -131,20 +133,23 @@ def swa_decode_split(
     beyond_table = (row_high >= capacity) & (row_low <= row_high)
     high = jnp.minimum(high, capacity - 1)
     if chunk_keys > 0:
-        start = (lax.div(low, chunk_keys) + split) * chunk_keys
+        start = (divide_down(low, chunk_keys) + split) * chunk_keys
         end = jnp.minimum(start + chunk_keys, high + 1)
     else:
-        tiles = lax.div(jnp.maximum(high + 1 - low, 0) + (tile_keys - 1), tile_keys)
-        chunk = lax.div(tiles + (splits - 1), splits) * tile_keys
+        tiles = divide_down(jnp.maximum(high + 1 - low, 0) + (tile_keys - 1), tile_keys)
+        chunk = divide_down(tiles + (splits - 1), splits) * tile_keys
         start = low + split * chunk
         end = jnp.minimum(start + chunk, high + 1)
 
     # --- load the query ---
+    # 64 rows leave few registers: addresses of 32-bit offsets made sm_120 spill.
+    tall = tile_rows > 32
     live = (row < count) & (head_in_group < group)
     token = first_token + first_row + row
     query = load_pieces(
-        operands.query, lambda d: (token[:, None], head[:, None], d), live[:, None], k_dim, k_piece, k_pieces
-    )
+        operands.query, lambda d: (token[:, None], head[:, None], d), live[:, None], k_dim, k_piece, k_pieces,
+        wide_offsets=tall,
+    )  # fmt: skip
 
     # --- loop over the chunk's tiles ---
     qk_scale = load_number(operands.scale, statics.scale) * load_number(operands.k_scale, statics.k_scale, kv_head)
@@ -162,13 +167,13 @@ def swa_decode_split(
         in_chunk = n < end
         if chunk_keys > 0:
             in_chunk = in_chunk & (n >= low)
-        page = load(operands.block_table, (request, lax.div(n, block)), in_chunk)
+        page = load(operands.block_table, (request, divide_down(n, block)), in_chunk)
         known = (page >= 0) & (page < pages) & layer_exists
         readable = (in_chunk & known)[:, None]
         page = page.astype(jnp.int32)[:, None]
-        slot = lax.rem(n, block)[:, None]
+        slot = remainder(n, block)[:, None]
         key_at = cache_index(statics, 0, page, slot, kv_head, layer)
-        key = load_pieces(operands.bases[0], key_at, readable, k_dim, k_piece, k_pieces)
+        key = load_pieces(operands.bases[0], key_at, readable, k_dim, k_piece, k_pieces, wide_offsets=tall)
         # An unknown page makes the logits of the rows that see it NaN.
         logits = query_key(query, key, native_fp8=native_fp8) * jnp.where(known, qk_scale, jnp.nan)[None, :]
         if softcap is not None:
@@ -179,13 +184,13 @@ def swa_decode_split(
         logits = jnp.where(visible, logits, -jnp.inf)
         weights, alpha, running_max, total = softmax_step(logits, running_max, total)
         value_at = cache_index(statics, 1, page, slot, kv_head, layer)
-        value = load_pieces(operands.bases[-1], value_at, readable, v_dim, v_piece, v_pieces)
+        value = load_pieces(operands.bases[-1], value_at, readable, v_dim, v_piece, v_pieces, wide_offsets=tall)
         accumulator = weigh_values(weights, value, accumulator, alpha, dtype, native_fp8=native_fp8)
         return running_max, total, accumulator
 
     running_max, total, accumulator = lax.fori_loop(
         jnp.int32(0),
-        lax.div(jnp.maximum(end - start, 0) + (tile_keys - 1), tile_keys),
+        divide_down(jnp.maximum(end - start, 0) + (tile_keys - 1), tile_keys),
         attend_tile,
         (
             jnp.full((tile_rows,), -jnp.inf, jnp.float32),
@@ -238,5 +243,5 @@ def swa_decode_split(
         def fill_padding(i: jax.Array, _: None) -> None:
             fill_token(outputs, plan, padding + i * step + row, head, one_row, 0.0, -jnp.inf, split)
 
-        paddings = lax.div(jnp.maximum(tokens - padding, 0) + (step - 1), step)
+        paddings = divide_down(jnp.maximum(tokens - padding, 0) + (step - 1), step)
         lax.fori_loop(jnp.int32(0), paddings, fill_padding, None)

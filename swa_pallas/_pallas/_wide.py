@@ -1,13 +1,9 @@
-"""64-bit offsets into arrays, which Pallas-Triton offers for arrays of more than 4 GiB only.
+"""64-bit offsets into one-byte caches of 2 to 4 GiB, which Pallas-Triton uses for arrays of more than 4 GiB only.
 
-Its 32-bit offsets are extended by sign, so an element beyond 2**31 of a one-byte cache of 2 to 4 GiB would be read
-before the array's start. They also cost an addition and two instructions of address arithmetic for each load, because a
-32-bit sum may wrap and cannot become part of the instruction: 1456 instructions against 1315 with 64 bits for the split
-kernel at 192-wide heads (sm_90).
-
-JAX has no public way to widen them, so the two primitives here hand JAX's own lowering rules a larger leading axis,
-which decides the width of offsets and nothing else. They use JAX's internals, proved for the versions that are tested;
-where those have moved this module cannot be imported, and the kernels use the public accesses.
+Its 32-bit offsets are extended by sign, so an element beyond 2**31 would be read before the array's start. JAX has no
+public way to widen them, so the two primitives here hand JAX's own lowering rules a larger leading axis, which decides
+the width of offsets and nothing else. They use JAX's internals, proved for the versions that are tested; where those
+have moved this module cannot be imported, and such caches are refused.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Recorder:
                 signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
         source = ASTSource(fn, signature, constants, attributes)
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        return Usage(*_resources(compiled.asm["cubin"]), compiled.metadata.shared)
+        return Usage(*cubin_resources(compiled.asm["cubin"]), compiled.metadata.shared)
 
 
 def record_decode(
@@ -111,7 +111,7 @@ def small_call(plan: Plan, **options: Any) -> DecodeCall:
     )  # fmt: skip
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
+def cubin_resources(cubin: bytes) -> tuple[int, int]:
     """Return registers and spilled bytes, as the assembler reports them."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
