@@ -28,6 +28,7 @@ def page_id(page: Path) -> str:
 @pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=page_id)
 def test_python_blocks_run(page):
     pytest.importorskip("torch")
+    pytest.importorskip("jax")
     namespace = {"__name__": page.stem}
     for line, code in python_blocks(page):
         exec(compile("\n" * line + code, str(page), "exec"), namespace)
