@@ -21,6 +21,7 @@ from swa_plan._layout import PACKED
 from swa_plan._problem import MAX_POSITIONS
 
 LOG2E = math.log2(math.e)
+LN2 = math.log(2.0)
 GATHER_BYTES = 64 << 20
 """Gathered keys and values of the requests that are handled together stay below this."""
 
@@ -159,7 +160,7 @@ def attend(
     logits = jnp.where(visible[None, :, None, :], logits, -jnp.inf)
     top = jnp.max(logits, axis=-1)
     pivot = jnp.where(top == -jnp.inf, 0.0, top)
-    weights = jnp.exp2(logits - pivot[..., None])
+    weights = exp2(logits - pivot[..., None])
     total = jnp.where(beyond_table[None, :, None], jnp.float32(jnp.nan), jnp.sum(weights, axis=-1))
     weights = rounded(weights, operands.query.dtype).reshape(kv_heads, row_count * group, keys)
     attention = matmul(weights, value, (((2,), (0,)), ((0,), (1,))))
@@ -224,6 +225,12 @@ def clamp_position(position: jax.Array) -> jax.Array:
     return jnp.clip(position, -MAX_POSITIONS, MAX_POSITIONS).astype(jnp.int32)
 
 
+def exp2(x: jax.Array) -> jax.Array:
+    """Return ``2 ** x`` to one unit in the last place; XLA's own is off by up to six on the CPU."""
+    whole = jnp.maximum(jnp.round(x), -200.0)  # -inf stays 0, NaN stays NaN
+    return jnp.ldexp(jnp.exp((x - whole) * LN2), whole.astype(jnp.int32))
+
+
 def per_head(scale: jax.Array | None, number: float, kv_heads: int) -> jax.Array:
     """Return a scale as fp32 ``[kv_heads]``."""
     if scale is None:
@@ -247,8 +254,8 @@ def add_sink(top: jax.Array, total: jax.Array, sink: jax.Array) -> tuple[jax.Arr
     seen = total != 0.0
     raised = jnp.where(seen, jnp.maximum(top, sink), top)
     pivot = jnp.where(raised == -jnp.inf, 0.0, raised)
-    factor = jnp.exp2(top - pivot)
-    return factor, raised, jnp.where(seen, total * factor + jnp.exp2(sink - pivot), total)
+    factor = exp2(top - pivot)
+    return factor, raised, jnp.where(seen, total * factor + exp2(sink - pivot), total)
 
 
 def round_and_gate(attention: jax.Array, gate: jax.Array | None, empty: jax.Array, out_dtype: Any) -> jax.Array:
@@ -269,7 +276,7 @@ def merge(
     pivot = jnp.where(top == -jnp.inf, 0.0, top)
     total, attention = jnp.zeros_like(top), jnp.zeros(outs.shape[1:], jnp.float32)
     for part, lse in zip(outs, lses, strict=True):
-        weight = jnp.exp2(lse * LOG2E - pivot)
+        weight = exp2(lse * LOG2E - pivot)
         product = part.astype(jnp.float32) * weight[..., None]
         # A part of weight 0 adds nothing, whatever its memory holds.
         attention, total = attention + jnp.where(weight[..., None] == 0.0, 0.0, product), total + weight

@@ -1,8 +1,9 @@
 """The command line `swa`.
 
-Needs the extra ``cli`` (typer, rich; matplotlib for plots). Commands import torch only when they decode, so that
-``swa plan`` and ``swa doctor`` work without it. Everywhere: ``--json`` prints one object on stdout and everything
-else on stderr; exit codes are 0, 1 for a check that missed its limit, 2 for wrong usage.
+Needs the extra ``cli`` (typer, rich; matplotlib for plots). Commands import torch or JAX only when they decode or
+look for a GPU, so that all of them work with either alone, and ``swa plan`` and ``swa doctor`` with neither.
+Everywhere: ``--json`` prints one object on stdout and everything else on stderr; exit codes are 0, 1 for a check that
+missed its limit, 2 for wrong usage.
 """
 
 from __future__ import annotations

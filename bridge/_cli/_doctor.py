@@ -11,12 +11,14 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from bridge._cli import _doctor_jax
 from bridge._cli._console import print_json, stdout
+from bridge._cli._frameworks import LEAST_CAPABILITY
 
 DISTRIBUTIONS = ("swa-decode", "numpy", "ml_dtypes", "torch", "triton", "jax", "jaxlib", "typer", "rich", "matplotlib")
-LEAST_CAPABILITY = 80
 
 
 def doctor(json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False) -> None:
@@ -25,6 +27,7 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="One JSON object on
     devices, hip = _devices()
     interpreter = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
     backend, reason = choose_backend(versions, devices, hip=hip)
+    seen = _doctor_jax.look()
     report = {
         "versions": versions,
         "platform": platform.platform(),
@@ -32,7 +35,11 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="One JSON object on
         "backend": backend,
         "reason": reason,
         "interpreter": interpreter,
-        "warnings": known_traps(versions, devices, hip=hip, interpreter=interpreter),
+        "jax": _doctor_jax.report(versions, seen),
+        "warnings": [
+            *known_traps(versions, devices, hip=hip, interpreter=interpreter),
+            *_doctor_jax.traps(versions, seen, torch_devices=len(devices)),
+        ],
     }
     if json:
         print_json(report)
@@ -43,7 +50,7 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="One JSON object on
 def choose_backend(
     versions: dict[str, str | None], devices: list[dict[str, Any]], *, hip: str | None
 ) -> tuple[str | None, str]:
-    """Return the backend that serves a call on this machine, and why.
+    """Return the backend that serves a call of ``swa_torch`` on this machine, and why.
 
     Args:
         versions: installed versions, None where absent.
@@ -139,8 +146,15 @@ def _print(report: dict[str, Any], console: Console) -> None:
             f"{device['name']}, sm_{device['capability']}, {device['num_sms']} SMs, "
             f"{device['memory_bytes'] / 2**30:.0f} GiB",
         )
+    for index, device in enumerate(report["jax"]["devices"]):
+        chip = "" if device["capability"] is None else f", sm_{device['capability']}, {device['num_sms']} SMs"
+        table.add_row(f"jax {device['platform']}:{index}", device["name"] + chip)
+    if report["jax"]["devices"]:
+        table.add_row("jax tested", "this release" if report["jax"]["tested"] else "not this release")
+        table.add_row("jax preallocates", "yes" if report["jax"]["preallocates"] else "no")
     table.add_row("interpreter", "on" if report["interpreter"] else "off")
     console.print(table)
-    console.print(f"[bold]backend[/] {report['backend'] or 'none'}: {report['reason']}")
+    for package, served in (("swa_torch", report), ("swa_pallas", report["jax"])):
+        console.print(f"[bold]backend of {package}[/] {served['backend'] or 'none'}: {escape(served['reason'])}")
     for warning in report["warnings"]:
-        console.print(f"[yellow]warning[/] {warning}")
+        console.print(f"[yellow]warning[/] {escape(warning)}")

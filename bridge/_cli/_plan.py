@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json as json_text
-from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from bridge._cli import _models
+from bridge._cli import _frameworks, _models
 from bridge._cli._console import print_json, stderr, stdout, usage_errors
 from bridge._cli._picture import picture, row_tiles
 from swa_plan import DeviceProfile, Plan, Problem, plan, swa_decode_plan
@@ -30,6 +29,10 @@ def plan_command(
     device: Annotated[
         str, typer.Option(metavar="NAME", help="auto, or h200, h100, a100, b200, rtx4090, rtx5090, cpu.")
     ] = "auto",
+    backend: Annotated[
+        str,
+        typer.Option(metavar="NAME", help=f"{_frameworks.HELP}; auto: the kernel of --device."),
+    ] = _frameworks.AUTO,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="Results that do not depend on the batch.")
     ] = False,
@@ -62,31 +65,32 @@ def plan_command(
             dtype=dtype,
             cache_dtype=cache_dtype,
         )
-        profile = _profile(device)
-        chosen = plan(problem, profile, batch_invariant=batch_invariant)
+        kernel = _frameworks.kernel_of(backend)
+        profile = _profile(device, kernel)
+        if kernel == "portable" and not profile.capability:
+            raise ValueError(f"--backend {backend} needs a GPU, got --device {device}")
+        chosen = plan(problem, profile, kernel=kernel, batch_invariant=batch_invariant)
         lengths = _lengths(seq_lens, problem)
     num_sms = profile.num_sms if profile.capability else DeviceProfile.named(FALLBACK_DEVICE).num_sms
     original = swa_decode_plan(
         batch * shape.query_len, shape.kv_heads, problem.group, shape.query_len, num_sms, shape.window
     )
+    backends = _frameworks.backends_of(chosen.kernel, backend)
     if json:
-        print_json(_as_json(chosen, original, lengths))
+        print_json({"backends": backends, **_as_json(chosen, original, lengths)})
     else:
-        _print(chosen, original, lengths, stdout())
+        _print(chosen, original, lengths, backends, stdout())
 
 
-def _profile(device: str) -> DeviceProfile:
-    """Return the profile of a name; ``auto`` is this machine's GPU, or the fallback where there is none."""
+def _profile(device: str, kernel: str | None) -> DeviceProfile:
+    """Return the profile of a name; ``auto`` is what a kernel runs on: the CPU, this machine's GPU, or the fallback."""
     if device != "auto":
         return DeviceProfile.named(device)
-    if find_spec("torch") is not None:
-        import torch
-
-        if torch.cuda.is_available() and torch.version.hip is None:
-            properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-            return DeviceProfile.for_cuda(
-                properties.name, properties.major * 10 + properties.minor, properties.multi_processor_count
-            )
+    if kernel in ("ops", "interpret"):
+        return DeviceProfile.named("cpu")
+    found = _frameworks.this_gpu()
+    if found is not None:
+        return found
     stderr().print(f"[dim]no CUDA device here: planning for {FALLBACK_DEVICE} (choose with --device)[/]")
     return DeviceProfile.named(FALLBACK_DEVICE)
 
@@ -127,9 +131,13 @@ def _as_json(chosen: Plan, original: tuple[int, int], lengths: list[int]) -> dic
     }
 
 
-def _print(chosen: Plan, original: tuple[int, int], lengths: list[int], console: Console) -> None:
+def _print(
+    chosen: Plan, original: tuple[int, int], lengths: list[int], backends: dict[str, str], console: Console
+) -> None:
     console.print("[bold]Plan[/]")
     console.print(chosen.explain(), markup=False)
+    served = ", ".join(f"backend '{name}' of {package}" for package, name in backends.items())
+    console.print(f"run by {served}", markup=False)
     console.print(
         f"[dim]the original planner: pack {original[0]}, splits {original[1]} (here: pack {chosen.pack}, "
         f"splits {chosen.splits})[/]"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bridge._cli import _models
+from bridge._cli import _frameworks, _models
 from bridge._cli._console import print_json, stderr, stdout, usage_errors
 from bridge._cli._report import print_report
 from bridge._replay import Engine, Geometry, ReplayConfig, Runner, bundled_trace, read_trace
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
 
 DEFAULT_LAYOUT = "pages kv_heads block (kv dim)"
 DEFAULT_STEPS = 800
-BACKENDS = ("auto", "triton", "cpu", "interpret")
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, everything else on stderr.")]
 Plot = Annotated[
@@ -42,8 +39,12 @@ def replay(
     tp: _models.Tp = 1,
     steps: Annotated[int, typer.Option(metavar="N", min=0, help="Stop after N steps; 0: run it all.")] = DEFAULT_STEPS,
     backend: Annotated[
-        str, typer.Option(metavar="NAME", help=f"One of {', '.join(BACKENDS)}; auto: triton with CUDA, else cpu.")
-    ] = "auto",
+        str,
+        typer.Option(
+            metavar="NAME",
+            help=f"{_frameworks.HELP}; auto: PyTorch where it is installed, else JAX, and the GPU where there is one.",
+        ),
+    ] = _frameworks.AUTO,
     max_batch: Annotated[int, typer.Option(metavar="N", min=1, help="Most requests that run at once.")] = 16,
     step_ms: Annotated[float, typer.Option(metavar="MS", help="Simulated time of a step.")] = 20.0,
     speed: Annotated[float, typer.Option(metavar="X", help="Requests arrive X times faster.")] = 1.0,
@@ -95,7 +96,7 @@ def replay(
         )
         _check_plot(plot)
         requests = read_trace(path)
-        backend = _prepare_backend(backend)
+        framework, backend = _prepare_backend(backend)
         if dtype is None:
             dtype = "float16" if backend == "interpret" else "bfloat16"
         if backend == "interpret" and dtype == "bfloat16":
@@ -121,7 +122,7 @@ def replay(
             poison=poison,
             seed=seed,
         )
-        runner = make_runner(config, Geometry.of(requests, config), backend)
+        runner = make_runner(config, Geometry.of(requests, config), framework, backend)
     _run(requests, config, runner, path, json=json, plot=plot)
 
 
@@ -130,8 +131,12 @@ def demo(json: Json = False, plot: Plot = None) -> None:
     replay(json=json, plot=plot)
 
 
-def make_runner(config: ReplayConfig, geometry: Geometry, backend: str) -> Runner:
-    """Return the runner of a backend; the place where other frameworks' runners will be chosen."""
+def make_runner(config: ReplayConfig, geometry: Geometry, framework: str, backend: str) -> Runner:
+    """Return the runner of a framework's backend."""
+    if framework == "jax":
+        from bridge._replay.jax_runner import JaxRunner
+
+        return JaxRunner(config, geometry, backend)
     from bridge._replay.torch_runner import TorchRunner
 
     return TorchRunner(config, geometry, backend)
@@ -176,24 +181,22 @@ def _step_through(engine: Engine, config: ReplayConfig) -> None:
             progress.update(task, completed=finished, state=state)
 
 
-def _prepare_backend(backend: str) -> str:
-    """Return the backend that serves, with what it needs in place.
+def _prepare_backend(backend: str) -> tuple[str, str]:
+    """Return framework and backend that serve, with what they need in place.
 
     Raises:
-        ValueError: no such backend, or torch is missing.
+        ValueError: no such backend, or its framework is missing.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"--backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    if find_spec("torch") is None:
-        raise ValueError("replay needs torch: pip install 'swa-decode[torch]'")
-    if backend == "interpret" and "triton" not in sys.modules:
-        # Triton looks at this once, when it is imported; nothing has imported it yet.
-        os.environ["TRITON_INTERPRET"] = "1"
-    if backend == "auto":
-        from bridge._replay.torch_runner import choose_backend
-
-        return choose_backend()
-    return backend
+    framework = _frameworks.require(backend)
+    if backend == "interpret":
+        _frameworks.interpret()
+    if backend == _frameworks.AUTO:
+        if framework == "jax":
+            from bridge._replay.jax_runner import choose_backend
+        else:
+            from bridge._replay.torch_runner import choose_backend
+        backend = choose_backend()
+    return framework, backend
 
 
 def _check_plot(plot: Path | None) -> None:

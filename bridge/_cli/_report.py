@@ -23,8 +23,9 @@ def print_report(result: ReplayResult, trace: Path, console: Console) -> None:
         f"{settings['query_len']} row(s) a request{_features(settings)}"
     )
     console.print(
-        f"[dim]{trace.name} · {result.backend} on {result.device} · {settings['layers']} layer(s) of "
-        f"{settings['layout']!r}, page {settings['block']}, {settings['cache_dtype']} cache, seed {settings['seed']}[/]"
+        f"[dim]{trace.name} · {result.backend} ({result.framework}) on {result.device} · "
+        f"{settings['layers']} layer(s) of {settings['layout']!r}, page {settings['block']}, "
+        f"{settings['cache_dtype']} cache, seed {settings['seed']}[/]"
     )
     console.print()
     console.print(_batch_histogram(result))
@@ -98,7 +99,11 @@ def _numbers(result: ReplayResult) -> Table:
     )
     for name, label in (("step_us", "time a step"), ("attention_us", "  attention"), ("append_us", "  append")):
         _add_times(table, result, name, label)
+    table.add_row("  taken by", result.clock)
     _add_times(table, result, "host_us", "host time a step")
+    if result.compilation is not None:
+        programs, time_s = result.compilation.programs, result.compilation.time_s
+        table.add_row("compiled before", f"{programs} programs in {time_s:.1f} s, in none of the times of steps")
     if result.attention_gbps is not None:
         line = f"{result.attention_gbps:.1f} GB/s of keys and values"
         if result.roofline is not None and result.profile is not None:

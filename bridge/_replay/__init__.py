@@ -1,8 +1,9 @@
 """Replay of a request trace: continuous batching of decode steps on a paged sliding-window cache.
 
-Everything here but `torch_runner` is plain Python and NumPy. `trace` reads requests, `allocator` hands out pages,
-`batching` decides which request sits in which row and which pages it still needs, `engine` runs one step after another,
-`checks` compares with float64, `result` is what comes out. A framework takes part only as a `runner.Runner`.
+Everything here but `torch_runner`, `jax_runner` and `jax_work` is plain Python and NumPy. `trace` reads requests,
+`allocator` hands out pages, `batching` decides which request sits in which row and which pages it still needs, `engine`
+runs one step after another, `checks` compares with float64, `result` is what comes out. A framework takes part only as
+a `runner.Runner`.
 """
 
 from bridge._replay.allocator import OutOfPagesError as OutOfPagesError
@@ -13,6 +14,7 @@ from bridge._replay.engine import ReplayConfig as ReplayConfig
 from bridge._replay.result import CheckRecord as CheckRecord
 from bridge._replay.result import ReplayResult as ReplayResult
 from bridge._replay.result import StepRecord as StepRecord
+from bridge._replay.runner import Compilation as Compilation
 from bridge._replay.runner import Runner as Runner
 from bridge._replay.trace import Request as Request
 from bridge._replay.trace import TraceError as TraceError

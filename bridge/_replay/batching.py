@@ -18,7 +18,10 @@ NO_PAGE = -1
 
 
 def bucket_size(requests: int, max_batch: int) -> int:
-    """Return the padded batch: 1, 2, 4, 8, then multiples of 8, so that few plans (and graphs) serve every batch."""
+    """Return the padded batch: 1, 2, 4, 8, then multiples of 8, so that few plans (and graphs) serve every batch.
+
+    For runners to which one more padded batch is cheap.
+    """
     padded = 1 << max(0, requests - 1).bit_length() if requests <= 8 else -(-requests // 8) * 8
     return min(padded, max_batch)
 

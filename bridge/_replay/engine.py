@@ -15,13 +15,16 @@ from typing import Any
 import numpy as np
 
 from bridge._replay.allocator import PagePool
-from bridge._replay.batching import Batch, bucket_size, pages_per_request
+from bridge._replay.batching import Batch, pages_per_request
 from bridge._replay.checks import check_rows
 from bridge._replay.result import CheckRecord, ReplayResult, StepRecord
 from bridge._replay.runner import Runner, StepTimes
 from bridge._replay.trace import Request
 from swa_plan import CacheLayout, Plan, Problem
 from swa_plan.models import ModelShape
+
+DEFAULT_SCALES = {"int8": 4 / 127, "float8_e4m3fn": 1 / 64, "float8_e5m2": 1 / 64}
+"""What a stored unit means: normal data fills int8 up to four sigma and stays far from fp8's ends."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,17 @@ class ReplayConfig:
         problem = self.problem(1)
         if not problem.quantised and (self.k_scale is not None or self.v_scale is not None):
             raise ValueError(f"k_scale and v_scale need a quantised cache_dtype, got {problem.cache_dtype!r}")
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """``k_scale`` and ``v_scale`` of a quantised cache; empty without one."""
+        if self.cache_dtype in (None, self.dtype):
+            return {}
+        default = DEFAULT_SCALES[str(self.cache_dtype)]
+        return {
+            "k_scale": default if self.k_scale is None else self.k_scale,
+            "v_scale": default if self.v_scale is None else self.v_scale,
+        }
 
     def problem(self, max_blocks: int) -> Problem:
         """Return the largest step's shape."""
@@ -195,8 +209,11 @@ class Engine:
         return ReplayResult(
             settings=self._settings(),
             backend=self._runner.backend,
+            framework=self._runner.framework,
             device=self._runner.device,
             profile=self._runner.profile,
+            clock=self._runner.clock,
+            compilation=self._runner.compilation(),
             plans=dict(sorted(self._plans.items())),
             steps=tuple(steps),
             checks=tuple(self._checks),
@@ -214,7 +231,7 @@ class Engine:
         batch.extend()
         self._upload_table()
         requests = len(batch.running)
-        bucket = bucket_size(requests, config.max_batch)
+        bucket = self._runner.padded(requests)
         if bucket not in self._plans:
             self._plans[bucket] = self._runner.plan(bucket)
         seq_lens = batch.seq_lens(bucket)

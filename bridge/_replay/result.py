@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from bridge._replay.runner import Compilation
 from swa_plan import DeviceProfile, Plan
 
 
@@ -28,9 +29,9 @@ class StepRecord:
         bytes_full: what full-context attention would read.
         pages: pages in use.
         pages_full: pages that a cache without a window would hold.
-        host_us: host time to enqueue the step (on a CPU: to run it).
-        append_us: device time of append, all layers; NaN until the replay is over.
-        attention_us: device time of attention, all layers; NaN until the replay is over.
+        host_us: host time to enqueue the step (on a CPU, and with JAX: to run it).
+        append_us: time of append, all layers; NaN until the replay is over.
+        attention_us: time of attention, all layers; NaN until the replay is over.
     """
 
     step: int
@@ -51,7 +52,7 @@ class StepRecord:
 
     @property
     def step_us(self) -> float:
-        """Device time of the step."""
+        """Append and attention together."""
         return self.append_us + self.attention_us
 
 
@@ -89,8 +90,11 @@ class ReplayResult:
     Attributes:
         settings: what was replayed, ready for JSON.
         backend: what ran.
+        framework: its framework and version in words.
         device: the device in words.
         profile: the device for the roofline, or None.
+        clock: how times were taken, in words.
+        compilation: what was compiled, outside all times of steps; None where that is not counted.
         plans: plan of each padded batch.
         steps: one record a step.
         checks: one record a check.
@@ -104,8 +108,11 @@ class ReplayResult:
 
     settings: dict[str, Any]
     backend: str
+    framework: str
     device: str
     profile: DeviceProfile | None
+    clock: str
+    compilation: Compilation | None
     plans: dict[int, Plan]
     steps: tuple[StepRecord, ...]
     checks: tuple[CheckRecord, ...]
@@ -187,6 +194,7 @@ class ReplayResult:
             "ok": self.ok,
             "settings": self.settings,
             "backend": self.backend,
+            "framework": self.framework,
             "device": self.device,
             "steps": len(self.steps),
             "requests": {"trace": self.trace_requests, "finished": self.finished},
@@ -217,6 +225,8 @@ class ReplayResult:
                 "reused": self.reused_pages,
                 "page_bytes": self.page_bytes,
             },
+            "clock": self.clock,
+            "compiled": None if self.compilation is None else asdict(self.compilation),
             "time_us": {name: self.times_us(name) for name in ("step_us", "attention_us", "append_us", "host_us")},
             "wall_s": self.wall_s,
             "attention_gbps": self.attention_gbps,

@@ -19,6 +19,19 @@ StepTimes = tuple[float, float]
 
 
 @dataclass(frozen=True)
+class Compilation:
+    """What was compiled before it ran; none of it is in the times of steps.
+
+    Attributes:
+        programs: compiled programs.
+        time_s: host time that it took.
+    """
+
+    programs: int
+    time_s: float
+
+
+@dataclass(frozen=True)
 class RowsSeen:
     """One request's share of the last step, on the host, in the dtypes of the device (ml_dtypes where NumPy has none).
 
@@ -45,16 +58,28 @@ class Runner(Protocol):
     """A cache and a decode step on some framework.
 
     Attributes:
-        backend: what runs, such as ``triton`` or ``cpu``.
+        backend: what runs, such as ``triton`` or ``xla``.
+        framework: its framework and version in words.
         device: the device in words.
         profile: the device for the roofline, or None where there is none to speak of.
+        clock: how times are taken, in words.
         options: keyword arguments of ``swa_decode`` on the host: sinks, k_scale and v_scale where used.
     """
 
     backend: str
+    framework: str
     device: str
     profile: DeviceProfile | None
+    clock: str
     options: dict[str, Any]
+
+    def padded(self, requests: int) -> int:
+        """Return the batch that a step of so many requests is padded to: at most ``max_batch``, and few values."""
+        ...
+
+    def compilation(self) -> Compilation | None:
+        """Return what was compiled so far, or None where that is not counted."""
+        ...
 
     def plan(self, bucket: int) -> Plan:
         """Return the plan that serves a padded batch."""

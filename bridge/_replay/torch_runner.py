@@ -16,14 +16,12 @@ import numpy as np
 import torch
 
 import swa_torch
+from bridge._replay.batching import bucket_size
 from bridge._replay.engine import Geometry, ReplayConfig
-from bridge._replay.runner import RowsSeen, StepTimes
+from bridge._replay.runner import Compilation, RowsSeen, StepTimes
 from swa_plan import CacheLayout, DeviceProfile, Plan
 
 BACKENDS = ("triton", "cpu", "interpret")
-
-DEFAULT_SCALES = {"int8": 4 / 127, "float8_e4m3fn": 1 / 64, "float8_e5m2": 1 / 64}
-"""What a stored unit means: normal data fills int8 up to four sigma and stays far from fp8's ends."""
 
 HEAD_START_CYCLES = 400_000
 """GPU clock cycles, about 0.2 ms, that a step waits while the host queues it.
@@ -59,11 +57,13 @@ class TorchRunner:
         if backend == "triton" and not torch.cuda.is_available():
             raise ValueError("backend 'triton' needs a CUDA device, and torch sees none")
         self.backend = backend
+        self.framework = f"torch {torch.__version__}"
         self._config = config
         self._cuda = backend == "triton"
         self._device = torch.device("cuda", torch.cuda.current_device()) if self._cuda else torch.device("cpu")
         self.profile: DeviceProfile | None = None
         self.device = f"CPU, {torch.get_num_threads()} threads"
+        self.clock = "CUDA events around graph replays" if self._cuda else "host clock"
         if self._cuda:
             properties = torch.cuda.get_device_properties(self._device)
             capability = properties.major * 10 + properties.minor
@@ -77,6 +77,14 @@ class TorchRunner:
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]] = {}
         self._graph_pool = torch.cuda.graph_pool_handle() if self._cuda else None
         self._last_bucket = 0
+
+    def padded(self, requests: int) -> int:
+        """Return 1, 2, 4, 8 or a multiple of 8: one more graph pair costs little."""
+        return bucket_size(requests, self._config.max_batch)
+
+    def compilation(self) -> Compilation | None:
+        """Return None: what Triton compiles is not counted."""
+        return None
 
     def plan(self, bucket: int) -> Plan:
         """Return the plan of a padded batch; on a GPU, compile and capture its graphs."""
@@ -273,18 +281,11 @@ class TorchRunner:
     def _make_options(self) -> None:
         config, model = self._config, self._config.model
         self._sinks = None
-        self._scales: dict[str, Any] = {}
-        self.options: dict[str, Any] = {}
+        self._scales: dict[str, Any] = dict(config.scales)
+        self.options: dict[str, Any] = dict(config.scales)
         if model.sinks:
             self._sinks = torch.randn(model.heads, generator=self._random, device=self._device)
             self.options["sinks"] = to_numpy(self._sinks)
-        if config.cache_dtype not in (None, config.dtype):
-            default = DEFAULT_SCALES[str(config.cache_dtype)]
-            self._scales = {
-                "k_scale": default if config.k_scale is None else config.k_scale,
-                "v_scale": default if config.v_scale is None else config.v_scale,
-            }
-            self.options |= self._scales
 
     def _layer(self, layer: int) -> int | None:
         return layer if self._cache.layout.has_layers else None

@@ -7,14 +7,17 @@ from typing import Any
 import numpy as np
 
 from bridge._replay import Geometry, ReplayConfig
+from bridge._replay.batching import bucket_size
 from bridge._replay.runner import RowsSeen
 from swa_plan import DeviceProfile, plan, reference
 
 
 class NumpyRunner:
     backend = "numpy"
-    device = "NumPy"
+    framework = "NumPy"
+    device = "CPU"
     profile = None
+    clock = "made up"
 
     def __init__(self, config: ReplayConfig, geometry: Geometry, *, window_error: int = 0, lost_append: int = -1):
         model = config.model
@@ -36,6 +39,12 @@ class NumpyRunner:
 
     def draw(self, *shape):
         return self.random.standard_normal(shape, dtype=np.float32)
+
+    def padded(self, requests):
+        return bucket_size(requests, self.config.max_batch)
+
+    def compilation(self):
+        return None
 
     def plan(self, bucket):
         self.plans.append(bucket)

@@ -1,18 +1,27 @@
 """`swa doctor`: versions without imports, the backend and its reason, known traps."""
 
 import json
+import os
 import subprocess
 import sys
 from importlib import metadata
+from importlib.util import find_spec
 
 import pytest
 from typer.testing import CliRunner
 
+from bridge._cli import _doctor_jax
 from bridge._cli._app import app
 from bridge._cli._doctor import choose_backend, known_traps
+from bridge._cli._doctor_jax import Seen
 
 VERSIONS = {"torch": "2.13.0+cpu", "triton": "3.9.0", "numpy": "2.4.6"}
 H200 = {"name": "NVIDIA H200", "capability": 90}
+JAX_H200 = {"platform": "gpu", "name": "NVIDIA H200", "capability": 90, "num_sms": 132}
+JAX_V100 = {"platform": "gpu", "name": "V100", "capability": 70, "num_sms": 80}
+JAX_CPU = {"platform": "cpu", "name": "cpu", "capability": None, "num_sms": None}
+ON_GPU = Seen([JAX_H200], pallas_triton=True)
+ON_CPU = Seen([JAX_CPU], pallas_triton=True)
 
 
 def test_json_is_pure_and_says_what_is_installed():
@@ -69,10 +78,104 @@ def test_no_trap_where_there_is_none():
     assert len(known_traps({**VERSIONS, "triton": None}, [H200], hip=None, interpreter=False)) == 1
 
 
+@pytest.mark.skipif(find_spec("jax") is None, reason="says what JAX sees")
+def test_jax_as_it_is_here():
+    report = json.loads(CliRunner().invoke(app, ["doctor", "--json"], catch_exceptions=False).stdout)["jax"]
+    import jax
+
+    assert [device["platform"] for device in report["devices"]] == [device.platform for device in jax.local_devices()]
+    assert report["error"] is None
+    assert report["backend"] == ("pallas_triton" if jax.default_backend() == "gpu" else "xla")
+
+
+@pytest.mark.parametrize(
+    "version, seen, backend, words",
+    [
+        ("0.10.2", ON_CPU, "xla", "JAX computes on cpu, no CUDA device"),
+        ("0.10.2", ON_GPU, "pallas_triton", "sm_90 (NVIDIA H200)"),
+        ("0.12.0.1", ON_GPU, "pallas_triton", "deprecates it since 0.11"),
+        ("0.14.0", Seen([JAX_H200]), "xla", "jax 0.14.0 has no jax.experimental.pallas.triton"),
+        ("0.11.2", Seen([JAX_V100], pallas_triton=True), "xla", "sm_70; the kernels need sm_80"),
+        ("0.9.0", Seen(error="no ManualAxisType"), None, "does not start: no ManualAxisType"),
+        (None, Seen(), None, "pip install 'swa-decode[jax]'"),
+    ],
+)
+def test_the_backend_of_jax_and_why(version, seen, backend, words):
+    report = _doctor_jax.report({"jax": version}, seen)
+    assert report["backend"] == backend
+    assert words in report["reason"]
+    assert ("deprecates" in report["reason"]) == (version == "0.12.0.1")
+
+
+@pytest.mark.parametrize(
+    "version, tested, words",
+    [
+        ("0.10.2", True, None),
+        ("0.11.0", True, None),
+        ("0.12.0.1", True, None),
+        ("0.10.1", True, "older than 0.10.2"),
+        ("0.9.2", False, "older than 0.10.2"),
+        ("0.13.1", False, "newer than all of them"),
+    ],
+)
+def test_tested_versions_of_jax(version, tested, words):
+    assert _doctor_jax.report({"jax": version}, ON_CPU)["tested"] == tested
+    lines = _doctor_jax.traps({"jax": version}, ON_CPU, torch_devices=0)
+    assert len(lines) == (words is not None)
+    assert words is None or words in lines[0]
+
+
+@pytest.mark.parametrize(
+    "setting, takes",
+    [
+        ({}, True),
+        ({"XLA_PYTHON_CLIENT_PREALLOCATE": "true"}, True),
+        ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, False),
+        ({"XLA_PYTHON_CLIENT_PREALLOCATE": "0"}, False),
+        ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, False),
+    ],
+)
+def test_a_gpu_that_jax_would_take_from_torch(setting, takes, monkeypatch):
+    for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in setting.items():
+        monkeypatch.setenv(name, value)
+    versions = {"jax": "0.11.2"}
+    lines = _doctor_jax.traps(versions, ON_GPU, torch_devices=1)
+    assert any("XLA_PYTHON_CLIENT_PREALLOCATE=false" in line for line in lines) == takes
+    assert _doctor_jax.report(versions, ON_GPU)["preallocates"] == takes
+    assert _doctor_jax.traps(versions, ON_GPU, torch_devices=0) == []
+    assert not _doctor_jax.report(versions, ON_CPU)["preallocates"]
+
+
+def test_a_gpu_that_only_torch_sees():
+    (line,) = _doctor_jax.traps({"jax": "0.11.2"}, ON_CPU, torch_devices=1)
+    assert "pip install 'jax[cuda13]'" in line
+
+
+def test_looking_leaves_the_environment_as_it_was(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
+    _doctor_jax.look()
+    assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "true"
+
+
+def test_what_to_install_is_printed_whole(monkeypatch):
+    """Square brackets are rich's markup too."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(metadata, "version", _nothing)
+    text = CliRunner().invoke(app, ["doctor"], catch_exceptions=False).stdout
+    assert "pip install 'swa-decode[torch]'" in text
+    assert "pip install 'swa-decode[jax]'" in text
+
+
+def _nothing(name):
+    raise metadata.PackageNotFoundError(name)
+
+
 @pytest.mark.parametrize("flags", [[], ["-O"]], ids=["plain", "optimised"])
-def test_the_module_runs_and_imports_no_jax(flags):
+def test_the_module_runs_without_a_framework(flags):
     script = (
-        "import sys; sys.modules['jax'] = None; sys.argv = ['swa', 'doctor', '--json']\n"
+        "import sys; sys.modules.update(torch=None, jax=None); sys.argv = ['swa', 'doctor', '--json']\n"
         "import runpy; runpy.run_module('bridge._cli', run_name='__main__')"
     )
     result = subprocess.run([sys.executable, *flags, "-c", script], capture_output=True, text=True, timeout=120)

@@ -80,8 +80,44 @@ def test_no_line_is_wider_than_the_terminal(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    "arguments, kernel, device, backends",
+    [
+        (["--device", "h200"], "portable", "h200", {"swa_torch": "triton", "swa_pallas": "pallas_triton"}),
+        (["--device", "cpu"], "ops", "cpu", {"swa_torch": "cpu", "swa_pallas": "xla"}),
+        (["--device", "a100", "--backend", "triton"], "portable", "a100", {"swa_torch": "triton"}),
+        (["--device", "a100", "--backend", "pallas_triton"], "portable", "a100", {"swa_pallas": "pallas_triton"}),
+        (["--backend", "xla"], "ops", "cpu", {"swa_pallas": "xla"}),
+        (["--backend", "xla", "--device", "h200"], "ops", "h200", {"swa_pallas": "xla"}),
+        (["--backend", "interpret"], "interpret", "cpu", {"swa_torch": "interpret"}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_backend_of_either_framework(arguments, kernel, device, backends):
+    report = json.loads(swa(*arguments, "--json").stdout)
+    assert (report["plan"]["kernel"], report["plan"]["device"]) == (kernel, device)
+    assert report["backends"] == backends
+
+
+def test_the_backends_of_a_plan_are_shown():
+    assert (
+        "run by backend 'triton' of swa_torch, backend 'pallas_triton' of swa_pallas" in swa("--device", "h200").stdout
+    )
+
+
+@pytest.mark.parametrize("name", ["xla", "pallas_triton"])
+def test_a_plan_names_the_kernel_that_swa_pallas_runs_by_that_name(name):
+    """The command imports no framework and keeps a table of its own."""
+    pytest.importorskip("jax", reason="swa_pallas needs jax")
+    from swa_pallas._device import BACKENDS
+
+    assert json.loads(swa("--backend", name, "--device", "h200", "--json").stdout)["plan"]["kernel"] == BACKENDS[name]
+
+
+@pytest.mark.parametrize(
     "arguments, words",
     [
+        (["--backend", "cuda"], "pallas_triton or xla (JAX), got 'cuda'"),
+        (["--backend", "pallas_triton", "--device", "cpu"], "needs a GPU, got --device cpu"),
         (["--device", "h900"], "got 'h900'"),
         (["--seq-lens", "1,x"], "got 'x'"),
         (["--seq-lens", "9000"], "from 0 to 8192"),
@@ -98,9 +134,9 @@ def test_wrong_usage_exits_with_2(arguments, words, monkeypatch):
     assert words in result.stderr
 
 
-def test_it_works_without_torch():
+def test_it_works_without_a_framework():
     script = (
-        "import sys; sys.modules['torch'] = None; sys.argv = ['swa', 'plan', '--json']\n"
+        "import sys; sys.modules.update(torch=None, jax=None); sys.argv = ['swa', 'plan', '--json']\n"
         "from bridge._cli import main; main()"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)

@@ -94,7 +94,7 @@ def test_the_report_for_a_person():
 
 
 def test_a_broken_runner_exits_with_1(monkeypatch):
-    def off_by_one(config, geometry, backend):
+    def off_by_one(config, geometry, framework, backend):
         return NumpyRunner(config, geometry, window_error=1)
 
     monkeypatch.setattr(_replay, "make_runner", off_by_one)
@@ -117,7 +117,7 @@ def test_plot(tmp_path):
         (["--model", "llama"], "one of step5"),
         (["--model", "custom", "--heads", "4"], "--kv-heads, --k-dim, --window"),
         (["--tp", "5"], "tp must divide"),
-        (["--backend", "cuda"], "--backend must be"),
+        (["--backend", "cuda"], "--backend must be auto, triton, cpu, interpret (PyTorch), pallas_triton or xla (JAX)"),
         (["--backend", "interpret", "--dtype", "bfloat16"], "float16 or float32"),
         (["--backend", "interpret", "--cache-dtype", "float8_e5m2"], "use int8"),
         (["--layout", "pages block dim"], "kv_heads"),
