@@ -4,6 +4,7 @@
 #   make demo                      replay the bundled request trace
 #   make demo TRACE=trace.csv      replay another; more options with ARGS='--model gpt-oss --steps 50'
 #   make test                      lint, then every test; those that need a GPU skip where there is none
+#   make test-jax                  the tests that need no PyTorch, with the JAX versions that need Python 3.12
 #   make lint | docs | clean
 
 # The interpreter that .venv is made from.
@@ -13,10 +14,27 @@ TORCH ?= torch==2.13.0
 # Its interpreter is the first that works with NumPy >= 2.4. A CUDA build of torch asks for a version of its own:
 # then give the same one here, or nothing (TRITON=).
 TRITON ?= triton==3.9.0
+# The newest for Python 3.11.
+JAX ?= jax==0.10.2
+# JAX 0.11 needs Python 3.12: the first interpreter that runs (a pyenv shim may be there and not run). PYTHON312= leaves
+# the environments and tests of those versions out.
+PYTHON312 ?= $(shell for python in python3.12 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12*/bin/python; do \
+  "$$python" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info[:2] != (3, 12))' >/dev/null 2>&1 && echo "$$python" && break; done)
+# Their environments, .venv-jax-NAME for each, and what is installed.
+JAX_ONLY := 0.11 0.12
+JAX_0.11 := jax==0.11.2
+JAX_0.12 := jax==0.12.0.1
 # Test processes at a time.
 JOBS ?= 2
 # What also runs over Triton's interpreter.
 INTERPRETED_TESTS := tests/contract tests/failures $(addprefix tests/torch/test_,append.py edges.py invariance.py merge.py strides.py)
+# What needs no PyTorch.
+JAX_TESTS := tests/contract tests/failures tests/jax tests/packaging/test_imports.py
+# The tests compile hundreds of small decode steps with XLA to run each once or twice: its code generator need not
+# optimise them (what it is given stays the same), and processes share what they compiled. `make test` also runs the
+# contract as users compile it.
+QUICKLY := JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.jax_cache \
+  JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 # More pytest options, for example PYTEST_ARGS='-x -k sinks'.
 PYTEST_ARGS ?=
 
@@ -29,8 +47,10 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # Likewise mkdocs-material, about a release of MkDocs that `docs` excludes.
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo test lint docs clean
+.PHONY: help demo test test-jax lint docs clean $(JAX_ONLY:%=test-jax-%)
 .DELETE_ON_ERROR:
+# The test processes already fill the cores.
+.NOTPARALLEL:
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -41,13 +61,19 @@ $(READY): pyproject.toml Makefile
 	  { echo "$(PYTHON) is not Python 3.11 or newer: install one (Debian 12: apt-get install python3 python3-venv) or give PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	  { echo "$(PYTHON) cannot make virtual environments: apt-get install python3-venv" >&2; exit 1; }
-	@echo "Setting up $(VENV) with $(TORCH) $(TRITON)" >&2
+	@echo "Setting up $(VENV) with $(TORCH) $(TRITON) $(JAX)" >&2
 	$(PYTHON) -m venv $(VENV) >&2
-	$(BIN)/python -m pip install --quiet "$(TORCH)" $(if $(TRITON),"$(TRITON)") --editable '.[cpu]' >&2
+	$(BIN)/python -m pip install --quiet "$(TORCH)" $(if $(TRITON),"$(TRITON)") $(if $(JAX),"$(JAX)") --editable '.[cpu]' >&2
 	@touch $@
 
 $(DOCS_READY): $(READY)
-	$(BIN)/python -m pip install --quiet "$(TORCH)" $(if $(TRITON),"$(TRITON)") --editable '.[docs]' >&2
+	$(BIN)/python -m pip install --quiet "$(TORCH)" $(if $(TRITON),"$(TRITON)") $(if $(JAX),"$(JAX)") --editable '.[docs]' >&2
+	@touch $@
+
+$(VENV)-jax-%/.ready: pyproject.toml Makefile
+	@echo "Setting up $(@D) with $(JAX_$*), without PyTorch" >&2
+	$(PYTHON312) -m venv $(@D) >&2
+	$(@D)/bin/python -m pip install --quiet "$(JAX_$*)" --editable '.[jax,test]' >&2
 	@touch $@
 
 demo: $(READY)
@@ -60,16 +86,28 @@ lint: $(READY)
 	$(BIN)/pyright
 
 # One thread a process: the test processes already fill the cores.
-test: export OMP_NUM_THREADS := 1
+test test-jax: export OMP_NUM_THREADS := 1
 # Triton's interpreter is chosen when Triton is imported, so it needs a process of its own.
 test: lint
-	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+	$(QUICKLY) $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) -k jax-xla $(PYTEST_ARGS) tests/contract
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS) $(INTERPRETED_TESTS)
+	@$(MAKE) --no-print-directory test-jax
+
+ifeq ($(PYTHON312),)
+test-jax:
+	@echo "Not tested with $(foreach name,$(JAX_ONLY),$(JAX_$(name))): they need Python 3.12, and none was found; give PYTHON312=..." >&2
+else
+test-jax: $(JAX_ONLY:%=test-jax-%)
+
+$(JAX_ONLY:%=test-jax-%): test-jax-%: $(VENV)-jax-%/.ready
+	$(QUICKLY) $(<D)/bin/python -m pytest -n $(JOBS) $(PYTEST_ARGS) $(JAX_TESTS)
+endif
 
 docs: $(DOCS_READY)
 	$(BIN)/mkdocs build --strict
 
-# Leaves .venv alone: it is expensive, and `rm -r .venv` says the same.
+# Leaves .venv and .venv-jax-* alone: they are expensive, and `rm -r .venv*` says the same.
 clean:
-	rm -rf build dist site .pytest_cache .ruff_cache .import_linter_cache .hypothesis
-	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	rm -rf build dist site .pytest_cache .ruff_cache .import_linter_cache .hypothesis .jax_cache
+	find . -path "./$(VENV)*" -prune -o -name __pycache__ -type d -exec rm -rf {} +

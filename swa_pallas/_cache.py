@@ -5,12 +5,14 @@ Kernels take the whole base and find K and V in it by index map: no view of it i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.sharding import PartitionSpec
 
 from swa_plan import CacheLayout
@@ -158,6 +160,25 @@ class PagedCache:
     def __repr__(self) -> str:
         bases = ", ".join(f"{getattr(base, 'dtype', '')}{list(getattr(base, 'shape', ()))}" for base in self.bases)
         return f"PagedCache({self.layout.spec!r}, {bases})"
+
+
+def _serialise(static: tuple[Any, ...]) -> bytes:
+    layout, dims = static
+    return json.dumps([layout.spec, *dims]).encode()
+
+
+def _deserialise(data: bytes | bytearray) -> tuple[Any, ...]:
+    spec, *dims = json.loads(data)
+    return CacheLayout.parse(spec), tuple(dims)
+
+
+# So that an exported function may take and return caches.
+export.register_pytree_node_serialization(
+    PagedCache,
+    serialized_name="swa_pallas.PagedCache",
+    serialize_auxdata=_serialise,
+    deserialize_auxdata=_deserialise,
+)
 
 
 def _static_dims(layout: CacheLayout, k_dim: int | None, v_dim: int | None) -> tuple[int | None, int | None]:

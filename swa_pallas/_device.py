@@ -97,11 +97,18 @@ def local_profile() -> DeviceProfile | None:
 def lowering_device(name: str) -> contextlib.AbstractContextManager[Any]:
     """Tell JAX which GPU is lowered for, in a process that has none; JAX asks since 0.11."""
     kind = DEVICE_KINDS.get(name)
-    has_device = getattr(get_abstract_mesh(), "abstract_device", None) is not None or local_profile() is not None
-    if kind is None or has_device or not get_abstract_mesh().empty:
+    mesh = get_abstract_mesh()
+    if kind is None or not mesh.empty or getattr(mesh, "abstract_device", None) is not None or default_is_gpu():
         return contextlib.nullcontext()
     device = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
     return use_abstract_mesh(AbstractMesh((1,), ("swa_device",), abstract_device=device))
+
+
+def default_is_gpu() -> bool:
+    """Whether JAX, which asks its default device, finds a GPU by itself."""
+    default = getattr(jax.config, "jax_default_device", None)
+    platform = jax.default_backend() if default is None else getattr(default, "platform", default)
+    return platform in ("gpu", "cuda", "rocm")
 
 
 def converts_fp8(plan: Plan | None = None) -> bool:

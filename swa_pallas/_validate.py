@@ -27,7 +27,7 @@ def check_array(
 
     Raises:
         TypeError: not an array, or a dtype that is not supported.
-        ValueError: another shape, or sharded over an explicit mesh axis.
+        ValueError: another shape, a symbolic one, or sharded over an explicit mesh axis.
     """
     if not isinstance(array, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
         raise TypeError(f"{name} must be a JAX array, got {type(array).__name__}")
@@ -37,6 +37,10 @@ def check_array(
     if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
         narrow = jax.dtypes.canonicalize_dtype(array.dtype).name
         raise TypeError(f"{name} must be {narrow} while jax_enable_x64 is off, got {array.dtype.name}")
+    if not all(isinstance(size, int) for size in array.shape):
+        raise ValueError(
+            f"{name} must have a static shape, because plans and kernels are made for it, got {array.shape}"
+        )
     if shape is not None and tuple(array.shape) != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(array.shape)}")
     if rank is not None and array.ndim != rank:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,20 +50,24 @@ def warmup(
     problem = plan.problem
     paged = as_paged_cache(cache)
     layer = 0 if paged.layout.has_layers and layer is None else layer
+    base = paged.bases[0]
+    # As calls will find them: arrays that were put on a device are another signature than those left to JAX.
+    committed = isinstance(base, jax.Array) and base.committed and len(base.devices()) == 1
+    zeros = functools.partial(jnp.zeros, device=next(iter(base.devices())) if committed else None)
     for count in (problem.max_requests,) if requests is None else requests:
         check_integer("requests", count, minimum=0, maximum=problem.max_requests)
         tokens = query.shape[0] if problem.ragged else count * problem.query_len
         per_call = dict(options)
         if problem.ragged:
-            per_call["cu_query_lens"] = jnp.zeros((count + 1,), index_dtype)
+            per_call["cu_query_lens"] = zeros((count + 1,), index_dtype)
         for name in ("kv_start", "kv_end"):
             if per_call.get(name) is not None:
-                per_call[name] = jnp.zeros((count,), index_dtype)
+                per_call[name] = zeros((count,), index_dtype)
         if per_call.get("gate") is not None:
-            per_call["gate"] = jnp.zeros((tokens, problem.heads), per_call["gate"].dtype)
+            per_call["gate"] = zeros((tokens, problem.heads), per_call["gate"].dtype)
         result = swa_decode(
-            jnp.zeros((tokens, problem.heads, problem.k_dim), query.dtype), paged,
-            jnp.zeros((count, problem.max_blocks), index_dtype), jnp.zeros((count,), index_dtype),
+            zeros((tokens, problem.heads, problem.k_dim), query.dtype), paged,
+            zeros((count, problem.max_blocks), index_dtype), zeros((count,), index_dtype),
             window=problem.window, query_len=problem.query_len, plan=plan, layer=layer, **per_call,
         )  # fmt: skip
         jax.block_until_ready(result)

@@ -243,8 +243,8 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
     if dtype == jnp.bfloat16:
         return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
     if dtype == jnp.float16:
-        # reduce_precision flushes fp16's subnormals; next to 0.75 an fp32 is a multiple of 2**-24, as they are.
-        subnormal = (x + 0.75) - 0.75
+        # reduce_precision flushes fp16's subnormals, which are multiples of 2**-24.
+        subnormal = jnp.round(x * 2.0**24) * 2.0**-24
         return jnp.where(jnp.abs(x) < 2.0**-14, subnormal, lax.reduce_precision(x, exponent_bits=5, mantissa_bits=10))
     return x
 
@@ -349,7 +349,9 @@ def write_slices(
 
 def narrow(x: jax.Array, scale: jax.Array, limit: float, dtype: Any) -> jax.Array:
     """Return ``cast(clip(x / scale))``, rounded half to even; clipping first, because casts differ on overflow."""
-    quotient = x.astype(jnp.float32) / scale[None, :, None]
+    x = x.astype(jnp.float32)
+    # Divided by the scale alone, XLA would multiply by its reciprocal, which rounds differently.
+    quotient = x / jnp.where(jnp.isnan(x), 1.0, scale[None, :, None])
     clipped = jnp.clip(quotient, -limit, limit)
     if dtype == jnp.int8:
         return jnp.where(jnp.isnan(quotient), 0.0, jnp.round(clipped)).astype(jnp.int8)

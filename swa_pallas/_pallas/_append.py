@@ -24,8 +24,8 @@ def narrow(x: jax.Array, scale: Any, limit: float, dtype: jnp.dtype, *, interpre
     known = quotient == quotient
     clipped = jnp.minimum(jnp.maximum(jnp.where(known, quotient, 0.0), -limit), limit)
     if dtype == jnp.int8:
-        # Adding 1.5 * 2**23 leaves no fraction bits, so the sum is rounded half to even.
-        rounded = (clipped + 12582912.0) - 12582912.0
+        # Adding 1.5 * 2**23 leaves no fraction bits, so the sum is rounded half to even; XLA would drop both terms.
+        rounded = jnp.round(clipped) if interpret else (clipped + 12582912.0) - 12582912.0
         return rounded.astype(jnp.int32).astype(jnp.int8)
     return jnp.where(known, clipped, jnp.nan).astype(dtype)
 

@@ -105,7 +105,8 @@ def dot(a: jax.Array, b: jax.Array, *, transpose: bool = False) -> jax.Array:
 def divide(a: jax.Array, b: jax.Array, *, interpret: bool) -> jax.Array:
     """Return ``a / b`` in fp32, correctly rounded; Triton's own division is off by up to two units."""
     if interpret:
-        return a / b
+        # Divided by one number for all, XLA would multiply by its reciprocal, which rounds differently.
+        return a / jnp.where(jnp.isnan(a), 1.0, b)
     shape = jnp.broadcast_shapes(a.shape, b.shape)
     a, b = (jnp.broadcast_to(each, shape) for each in (a, b))
     [quotient] = plgpu.elementwise_inline_asm(

@@ -1,72 +1,69 @@
-"""Runs one case's inputs through any backend that is present, NumPy in and NumPy out.
+"""Runs one case's inputs through any backend of any framework that is present, NumPy in and NumPy out.
 
-Triton interprets or compiles for the whole life of a process, so a process started with TRITON_INTERPRET=1 tests
-``interpret`` and any other tests ``cpu`` and, with a GPU, ``triton``.
+``cpu``, ``triton`` and ``interpret`` are PyTorch's backends, ``jax-xla``, ``jax-interpret`` and ``jax-pallas_triton``
+JAX's. Each framework has a runner with the same functions; one that is not installed is not imported. A process in
+which Triton interprets (TRITON_INTERPRET=1) tests PyTorch's ``interpret`` alone.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import replace
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-import torch
 
-import swa_torch
+from swa_plan import Plan
 from swa_plan.cases import Case, Inputs, make_inputs
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-BACKENDS = ("interpret",) if INTERPRETED else ("cpu", "triton") if torch.cuda.is_available() else ("cpu",)
-
-_TORCH_DTYPES = {
-    "bfloat16": (np.int16, torch.bfloat16, ml_dtypes.bfloat16),
-    "float8_e4m3fn": (np.uint8, torch.float8_e4m3fn, ml_dtypes.float8_e4m3fn),
-    "float8_e5m2": (np.uint8, torch.float8_e5m2, ml_dtypes.float8_e5m2),
-}
 
 
-def device_of(backend: str) -> torch.device:
-    """Return the device that a backend's tensors live on."""
-    return torch.device("cuda" if backend == "triton" else "cpu")
+def _runners() -> dict[str, ModuleType]:
+    """Return each backend's runner."""
+    modules = []
+    if find_spec("torch"):
+        from tests.contract import torch_runner
+
+        modules.append(torch_runner)
+    if find_spec("jax") and not INTERPRETED:
+        from tests.contract import jax_runner
+
+        modules.append(jax_runner)
+    return {backend: module for module in modules for backend in module.BACKENDS}
 
 
-def to_torch(array: np.ndarray | float | None, device: torch.device | str = "cpu") -> Any:
-    """Return a tensor with the array's bits; numbers and None as they are."""
-    if not isinstance(array, (np.ndarray, np.generic)):
-        return array
-    array = np.array(array)
-    if array.dtype.name in _TORCH_DTYPES:
-        carrier, dtype, _ = _TORCH_DTYPES[array.dtype.name]
-        return torch.from_numpy(array.view(carrier)).view(dtype).to(device)
-    return torch.from_numpy(array).to(device)
+_RUNNERS = _runners()
+BACKENDS = tuple(_RUNNERS)
+PLAIN = ("cpu", "jax-xla")
+"""Backends of plain operations: they do not split, and their matrix products have the batch's shape."""
 
 
-def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Return an array with the tensor's bits."""
-    tensor = tensor.detach().cpu()
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name in _TORCH_DTYPES:
-        carrier, _, numpy_dtype = _TORCH_DTYPES[name]
-        as_carrier = torch.int16 if carrier is np.int16 else torch.uint8
-        return tensor.contiguous().view(as_carrier).numpy().view(numpy_dtype)
-    return tensor.numpy()
+def api_of(backend: str) -> Any:
+    """Return the package that has the backend: ``swa_torch`` or ``swa_pallas``."""
+    return _RUNNERS[backend].api
 
 
-def torch_arguments(inputs: Inputs, device: torch.device) -> tuple[tuple, dict[str, Any]]:
-    """Return the positional arguments and options of ``swa_torch.swa_decode``."""
-    bases = tuple(to_torch(base, device) for base in inputs.bases)
-    cache = swa_torch.PagedCache(
-        bases if len(bases) == 2 else bases[0], inputs.layout, k_dim=inputs.k_dim, v_dim=inputs.v_dim
-    )
-    options = {name: to_torch(value, device) for name, value in inputs.options().items()}
-    if "out_dtype" in options:
-        options["out_dtype"] = getattr(torch, options["out_dtype"])
-    positional = (
-        to_torch(inputs.query, device), cache, to_torch(inputs.block_table, device), to_torch(inputs.seq_lens, device)
-    )  # fmt: skip
-    return positional, options
+def name_of(backend: str) -> str:
+    """Return what the package's ``backend=`` takes for the backend."""
+    return _RUNNERS[backend].name_of(backend)
+
+
+def to_array(array: Any, backend: str) -> Any:
+    """Return the framework's array with a NumPy array's bits, where the backend runs; what is no array as it is."""
+    return _RUNNERS[backend].to_array(array, backend)
+
+
+def to_numpy(array: Any, backend: str) -> np.ndarray:
+    """Return a NumPy array with the bits of a framework's array."""
+    return _RUNNERS[backend].to_numpy(array)
+
+
+def arguments(inputs: Inputs, backend: str) -> tuple[tuple, dict[str, Any]]:
+    """Return the positional arguments and the options of the package's ``swa_decode``."""
+    return _RUNNERS[backend].arguments(inputs, backend)
 
 
 def inputs_for(case: Case, backend: str, *, dtype: str | None = None, **choices: Any) -> Inputs:
@@ -85,21 +82,39 @@ def inputs_for(case: Case, backend: str, *, dtype: str | None = None, **choices:
 
 def run(inputs: Inputs, backend: str, **overrides: Any) -> tuple[np.ndarray, np.ndarray | None]:
     """Return ``(out, lse)``; ``overrides`` are further options, such as ``plan=``."""
-    positional, options = torch_arguments(inputs, device_of(backend))
-    result = swa_torch.swa_decode(*positional, **{**options, "backend": backend, **overrides})
-    out, lse = result if isinstance(result, tuple) else (result, None)
-    return to_numpy(out), None if lse is None else to_numpy(lse)
+    runner = _RUNNERS[backend]
+    with runner.scope(*vars(inputs).values()):
+        positional, options = arguments(inputs, backend)
+        options = {**options, "backend": name_of(backend), **overrides}
+        result = runner.api.swa_decode(*positional, **options)
+        out, lse = result if isinstance(result, tuple) else (result, None)
+        return runner.to_numpy(out), None if lse is None else runner.to_numpy(lse)
 
 
-def plan_for(inputs: Inputs, backend: str, *, splits: int | None = None, pack: int | None = None, **choices: Any):
+def plan_for(
+    inputs: Inputs, backend: str, *, splits: int | None = None, pack: int | None = None, **choices: Any
+) -> Plan:
     """Return the planner's plan for these inputs, with splits or pack replaced."""
-    (query, cache, table, _), options = torch_arguments(inputs, device_of(backend))
-    plan = swa_torch.plan_for(
-        query, cache, table,
-        window=inputs.window, query_len=inputs.query_len, ragged=inputs.cu_query_lens is not None,
-        layer=options.get("layer"), backend=backend, **choices,
-    )  # fmt: skip
+    runner = _RUNNERS[backend]
+    with runner.scope(*vars(inputs).values()):
+        (query, cache, table, _), options = arguments(inputs, backend)
+        plan = runner.api.plan_for(
+            query, cache, table,
+            window=inputs.window, query_len=inputs.query_len, ragged=inputs.cu_query_lens is not None,
+            layer=options.get("layer"), backend=name_of(backend), **choices,
+        )  # fmt: skip
     return replace(plan, splits=plan.splits if splits is None else splits, pack=plan.pack if pack is None else pack)
+
+
+def decode_gated(inputs: Inputs, backend: str, *, splits: int, pack: int = 1) -> np.ndarray:
+    """Return what ``swa_decode_gated`` computes; no gate means a neutral one of +30."""
+    gate = np.full(inputs.query.shape[:2], 30.0, np.float32) if inputs.gate is None else inputs.gate
+    return _RUNNERS[backend].decode_gated(inputs, gate, backend, splits=splits, pack=pack)
+
+
+def merge(outs: np.ndarray, lses: np.ndarray, backend: str, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return ``(out, lse)`` of ``merge_states``."""
+    return _RUNNERS[backend].merge(outs, lses, backend, **options)
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:

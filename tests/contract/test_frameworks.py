@@ -18,8 +18,8 @@ pytestmark = [
     ),
 ]
 
-EQUAL_SHARE = 0.99
-"""Least share of outputs whose bits are equal (0.997 on an H200 over the nine measured shapes)."""
+EQUAL_SHARE = 0.98
+"""Least share of outputs whose bits are equal (0.999 on an H200 over nine bf16 shapes, 0.986 with an fp8 cache)."""
 
 
 def ulp_at_row_maximum(out):

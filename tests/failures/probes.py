@@ -11,13 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
-import swa_torch
 from swa_plan import reference
 from swa_plan._dtypes import numpy_dtype
 from swa_plan.cases import Inputs
-from tests.contract.backends import BACKENDS, INTERPRETED, device_of, plan_for, run, torch_arguments
+from tests.contract.backends import BACKENDS, INTERPRETED, plan_for, run
 
 RUNNERS = BACKENDS if INTERPRETED else (*BACKENDS, "reference")
 """Everything that computes a step, the reference among them."""
@@ -93,26 +91,6 @@ def decode(
     out, lse = run(inputs, runner, **overrides)
     assert lse is not None
     return out, lse
-
-
-def decode_gated(inputs: Inputs, backend: str, *, splits: int, pack: int = 1, fill: float = float("nan")) -> np.ndarray:
-    """Return what ``swa_decode_gated`` writes into an output that held ``fill``; no gate means a neutral one of +30."""
-    (query, cache, table, lens), options = torch_arguments(inputs, device_of(backend))
-    gate = options.get("gate")
-    gate = torch.full(query.shape[:2], 30.0, device=query.device) if gate is None else gate
-    output = torch.full((*query.shape[:2], inputs.v_dim), fill, dtype=query.dtype, device=query.device)
-    swa_torch.swa_decode_gated(
-        query, cache.key_cache, cache.value_cache, table, lens, gate, output,
-        scale=inputs.scale or inputs.k_dim**-0.5, window=inputs.window or 1 << 30, query_len=inputs.query_len,
-        splits=splits, pack=pack,
-    )  # fmt: skip
-    return output.float().cpu().numpy()
-
-
-def aligned_workspace(size: int, device: torch.device) -> torch.Tensor:
-    """Return at least ``size`` bytes of workspace that hold NaN, aligned to 256 bytes."""
-    floats = torch.full((size // 4 + 65,), float("nan"), device=device)
-    return floats.view(torch.uint8)[-floats.data_ptr() % 256 :]
 
 
 def place(inputs: Inputs, request: int, positions: int | Iterable[int]) -> tuple[np.ndarray, np.ndarray]:

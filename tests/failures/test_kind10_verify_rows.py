@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
-import swa_torch
-from swa_plan import reference, tolerance
-from tests.contract.backends import BACKENDS, device_of, plan_for, torch_arguments
+from swa_plan import tolerance
+from tests.contract.backends import BACKENDS, decode_gated, plan_for
 from tests.failures.probes import (
     DTYPE,
     RUNNERS,
     assert_exact,
     count_probe,
     decode,
-    decode_gated,
     even_weights,
     id_probe,
     step,
@@ -123,12 +120,8 @@ def test_plan_for_other_rows_is_refused(backend, planned, called):
 def test_one_row_of_each_request_is_not_a_verify_step(backend):
     """C75, vllm-project/vllm-ascend#9136: 4 tokens of 4 requests with rows [2, 2, 0, 0] need cu_query_lens."""
     inputs = step((30, 41, 52, 63), query_len=4, tokens=4)
-    (query, cache, table, lens), _ = torch_arguments(inputs, device_of(backend))
     with pytest.raises(ValueError, match="cu_query_lens"):
-        swa_torch.swa_decode(query, cache, table, lens, window=512, query_len=4)
-    edges = torch.tensor([0, 2, 4, 4, 4], dtype=torch.int32, device=query.device)
-    out = swa_torch.swa_decode(query, cache, table, lens, window=512, query_len=4, cu_query_lens=edges)
-    expected = reference.swa_decode(
-        *inputs.arrays(), window=512, query_len=4, cu_query_lens=edges.cpu().numpy().astype(np.int32)
-    )
-    np.testing.assert_allclose(out.float().cpu().numpy(), expected, atol=2e-2)
+        decode(inputs, backend)
+    inputs.cu_query_lens = np.array([0, 2, 4, 4, 4], np.int32)
+    out, lse = decode(inputs, backend)
+    tolerance.assert_close(out, inputs, actual_lse=lse)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
-import swa_torch
 from swa_plan import DeviceProfile, Problem, plan, reference, swa_decode_plan, tolerance
-from tests.contract.backends import BACKENDS, INTERPRETED, plan_for, same_bits, torch_arguments
-from tests.failures.graphs import same
+from tests.contract.backends import BACKENDS, INTERPRETED, PLAIN, plan_for, same_bits
 from tests.failures.probes import BF16_TOLERANCE, GROUP, KV_HEADS, decode, step, subset
 
 BATCHES = (2, 5) if INTERPRETED else (2, 5, 9, 17, 64)
@@ -21,11 +18,16 @@ def neighbours(count: int) -> list[int]:
     return [700, *(int(n) for n in np.random.default_rng(count).integers(0, longest, count - 1))]
 
 
+def kv_heads_of(backend: str, kv_heads: int) -> int:
+    """Return one kv head where JAX interprets: each of them is a program more for every split of every request."""
+    return 1 if backend == "jax-interpret" else kv_heads
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_neighbours_change_no_bit_in_batch_invariant_mode(backend):
     """C89, sgl-project/sgl-flash-attn#43: alone and in batches of up to 64, first or last; by default it may drift."""
     assert [swa_decode_plan(batch, 8, 12, 1, 132, 512)[1] for batch in (1, 2, 5, 9, 17, 64)] == [8, 8, 4, 2, 1, 1]
-    whole = step(neighbours(max(BATCHES)))
+    whole = step(neighbours(max(BATCHES)), kv_heads=kv_heads_of(backend, KV_HEADS))
     alone = subset(whole, [0])
     invariant, invariant_lse = decode(alone, backend, batch_invariant=True)
     default, _ = decode(alone, backend)
@@ -40,7 +42,7 @@ def test_neighbours_change_no_bit_in_batch_invariant_mode(backend):
         assert same_bits(lse[row : row + 1], invariant_lse), batch
         drift = decode(inputs, backend)[0][row].astype(np.float32) - default[0].astype(np.float32)
         assert np.abs(drift).max() <= BF16_TOLERANCE, batch
-        if backend != "cpu":  # its matrix products have the batch's shape
+        if backend not in PLAIN:  # their matrix products have the batch's shape
             assert same_bits(decode(inputs, backend, plan=fixed)[0][row : row + 1], alone_fixed), batch
 
 
@@ -58,29 +60,6 @@ def test_batch_invariant_plan_ignores_the_batch(query_len):
     assert len({choices(batch) for batch in batches}) > 1
 
 
-@pytest.mark.gpu
-def test_thousand_runs_give_the_same_bits():
-    """C91, ROCm/FlyDSL#776: no race between splits and combine, with another stream hogging the memory."""
-    lengths = np.random.default_rng(0).integers(4, 5001, 7)
-    inputs = step(lengths, query_len=4)
-    positional, _ = torch_arguments(inputs, torch.device("cuda"))
-    call = {"window": 512, "query_len": 4, "plan": plan_for(inputs, "triton", splits=8)}
-    first = swa_torch.swa_decode(*positional, **call).clone()
-    source = torch.zeros(1 << 28, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    hog = torch.cuda.Stream()
-    hog.wait_stream(torch.cuda.current_stream())
-    equal = torch.ones((), dtype=torch.bool, device="cuda")
-    for run in range(1000):
-        if run % 4 == 0:
-            with torch.cuda.stream(hog):
-                target.copy_(source)
-        equal &= same(swa_torch.swa_decode(*positional, **call), first)
-    torch.cuda.synchronize()
-    assert equal.item()
-    tolerance.assert_close(first.float().cpu().numpy(), inputs)
-
-
 SPLITS = (1, 2, 4, 8)
 MANY, LENGTHS = (4, (0, 530, 100)) if INTERPRETED else (64, (0, 700, 1200))
 
@@ -91,7 +70,8 @@ def test_every_pack_and_split_is_right_at_every_batch(backend, query_len, pack):
     """C93, NVIDIA/TensorRT-LLM#18244: no kernel path is reached only by a size that nobody tests."""
     lengths = np.random.default_rng(query_len).integers(0, LENGTHS[2], MANY)
     lengths[:3] = LENGTHS
-    whole = step(lengths, query_len=query_len, k_dim=64, kv_heads=min(KV_HEADS, 2))
+    kv_heads = kv_heads_of(backend, min(KV_HEADS, 2))
+    whole = step(lengths, query_len=query_len, k_dim=64, kv_heads=kv_heads)
     few = subset(whole, [0, 1, MANY - 1])
     single = subset(whole, [1])
     expected = reference.swa_decode(*whole.arrays(), window=512, query_len=query_len)
@@ -100,10 +80,10 @@ def test_every_pack_and_split_is_right_at_every_batch(backend, query_len, pack):
         assert (chosen.splits, chosen.pack) == (splits, pack)
         out, _ = decode(whole, backend, plan=chosen)
         assert np.abs(out.astype(np.float64) - expected).max() <= BF16_TOLERANCE
-        rows = out.reshape(MANY, query_len, GROUP * min(KV_HEADS, 2), 64)
+        rows = out.reshape(MANY, query_len, GROUP * kv_heads, 64)
         one, one_lse = decode(single, backend, plan=chosen)
-        if splits == 1 or backend != "cpu":  # plain operations do not split
+        if splits == 1 or backend not in PLAIN:  # plain operations do not split
             tolerance.assert_close(one, single, actual_lse=one_lse)
             tolerance.assert_close(rows[[0, 1, MANY - 1]].reshape(-1, *rows.shape[2:]), few)
-        if backend != "cpu":
+        if backend not in PLAIN:
             assert same_bits(rows[1], one)

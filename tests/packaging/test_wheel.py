@@ -80,7 +80,7 @@ def test_metadata(wheel):
     assert metadata["Name"] == "swa-decode"
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.11"
-    assert set(metadata.get_all("Provides-Extra")) == {"torch", "jax", "cli", "dev", "docs", "cpu"}
+    assert set(metadata.get_all("Provides-Extra")) == {"torch", "jax", "cli", "test", "dev", "docs", "cpu"}
     requirements = metadata.get_all("Requires-Dist")
     core = {line.partition(">")[0] for line in requirements if "extra ==" not in line}
     assert core == {"numpy", "ml-dtypes"}

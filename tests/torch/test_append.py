@@ -9,7 +9,8 @@ import swa_torch
 from swa_plan import CacheLayout, reference
 from swa_plan._dtypes import numpy_dtype
 from swa_torch import PagedCache
-from tests.contract.backends import BACKENDS, device_of, same_bits, to_numpy, to_torch
+from tests.contract.backends import same_bits
+from tests.contract.torch_runner import BACKENDS, device_of, to_numpy, to_torch
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 

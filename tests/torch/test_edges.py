@@ -8,7 +8,8 @@ import torch
 
 from swa_plan import DeviceProfile, Plan, Problem, cases, plan, reference
 from swa_torch import PagedCache, append, merge_states, plan_for, swa_decode, swa_decode_gated
-from tests.contract.backends import BACKENDS, INTERPRETED, device_of, inputs_for, run, same_bits, to_numpy
+from tests.contract.backends import inputs_for, run, same_bits
+from tests.contract.torch_runner import BACKENDS, INTERPRETED, device_of, to_numpy
 
 LAYOUT = "pages kv_heads block (kv dim)"
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from swa_torch import PagedCache, plan_for, swa_decode
-from tests.contract.backends import BACKENDS, INTERPRETED, device_of
+from tests.contract.torch_runner import BACKENDS, INTERPRETED, device_of
 from tests.torch.helpers import make_step, normal, same_bits
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)

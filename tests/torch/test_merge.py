@@ -8,7 +8,8 @@ import torch
 
 from swa_plan import cases, reference, tolerance
 from swa_torch import merge_states, swa_decode
-from tests.contract.backends import BACKENDS, device_of, inputs_for, to_numpy, torch_arguments
+from tests.contract.backends import inputs_for
+from tests.contract.torch_runner import BACKENDS, device_of, to_numpy, torch_arguments
 from tests.torch.helpers import make_step, normal, same_bits
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)

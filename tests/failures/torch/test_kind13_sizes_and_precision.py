@@ -11,7 +11,8 @@ import torch
 
 import swa_torch
 from swa_plan import reference, tolerance
-from tests.contract.backends import BACKENDS, plan_for
+from tests.contract.backends import plan_for
+from tests.contract.torch_runner import BACKENDS
 from tests.failures.probes import KV_HEADS, decode, step
 
 

@@ -9,9 +9,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import swa_torch
 from swa_plan import DeviceProfile, swa_decode_plan
-from tests.contract.backends import BACKENDS, device_of, plan_for, torch_arguments
-from tests.failures.graphs import capture, counted_compilations
+from tests.contract.backends import plan_for
+from tests.contract.torch_runner import BACKENDS, device_of, torch_arguments
 from tests.failures.probes import step
+from tests.failures.torch.graphs import capture, counted_compilations
 
 CUDA = torch.device("cuda")
 
