@@ -64,9 +64,8 @@ def as_arrays(operands: Any) -> Any:
     def convert(path: Any, operand: Any) -> jax.Array:
         if isinstance(operand, jax.ShapeDtypeStruct):
             name = getattr(path[0], "name", None) or path[0].key
-            raise TypeError(
-                f"{'cache' if name == 'bases' else name} must hold data (jax.eval_shape takes calls without), got {operand}"
-            )
+            name = "cache" if name == "bases" else name
+            raise TypeError(f"{name} must hold data (jax.eval_shape takes calls without), got {operand}")
         return jnp.asarray(operand)
 
     return jax.tree_util.tree_map_with_path(convert, operands)

@@ -77,14 +77,25 @@ def decode(operands: Operands, *, plan: Plan, statics: Statics) -> tuple[jax.Arr
         sums = sums._replace(total=jnp.where(over_bound[:, None], jnp.float32(jnp.nan), total))
 
     # --- store ---
+    def finish(each: tuple[Sums, jax.Array | None]) -> tuple[jax.Array, jax.Array | None]:
+        return finish_rows(*each, operands=operands, statics=statics, group=problem.group)
+
+    rows_and_gates = (sums, operands.gate)
+    return lax.map(finish, rows_and_gates) if plan.batch_invariant else finish(rows_and_gates)
+
+
+def finish_rows(
+    sums: Sums, gate: jax.Array | None, *, operands: Operands, statics: Statics, group: int
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return output and LSE of rows ``[..., heads]``: sink, normalisation, gate and rounding."""
     attention, top, total = sums
     factor = 1.0
     if operands.sinks is not None:
-        factor, top, total = add_sink(top, total, operands.sinks.astype(jnp.float32)[None, :] * LOG2E)
-    v_scale = jnp.repeat(per_head(operands.v_scale, statics.v_scale, problem.kv_heads), problem.group)
-    normaliser = factor * jnp.where(total == 0.0, 0.0, 1.0 / total) * v_scale[None, :]
+        factor, top, total = add_sink(top, total, operands.sinks.astype(jnp.float32) * LOG2E)
+    v_scale = jnp.repeat(per_head(operands.v_scale, statics.v_scale, total.shape[-1] // group), group)
+    normaliser = factor * jnp.where(total == 0.0, 0.0, 1.0 / total) * v_scale
     attention = jnp.where(total[..., None] == 0.0, 0.0, attention * normaliser[..., None])
-    out = round_and_gate(attention, operands.gate, total == 0.0, statics.out_dtype)
+    out = round_and_gate(attention, gate, total == 0.0, statics.out_dtype)
     lse = jnp.where(total == 0.0, -jnp.inf, (top + jnp.log2(total)) / LOG2E) if statics.return_lse else None
     return out, lse
 
@@ -272,11 +283,12 @@ def merge(
     outs: jax.Array, lses: jax.Array, sinks: jax.Array | None, gate: jax.Array | None, out_dtype: str
 ) -> tuple[jax.Array, jax.Array]:
     """Merge ``[parts, tokens, heads, v_dim]`` with natural LSEs, one part after another."""
-    top = jnp.max(lses, axis=0) * LOG2E
+    top = jnp.max(lses, axis=0)
     pivot = jnp.where(top == -jnp.inf, 0.0, top)
+    top = top * LOG2E
     total, attention = jnp.zeros_like(top), jnp.zeros(outs.shape[1:], jnp.float32)
     for part, lse in zip(outs, lses, strict=True):
-        weight = exp2(lse * LOG2E - pivot)
+        weight = exp2((lse - pivot) * LOG2E)
         product = part.astype(jnp.float32) * weight[..., None]
         # A part of weight 0 adds nothing, whatever its memory holds.
         attention, total = attention + jnp.where(weight[..., None] == 0.0, 0.0, product), total + weight

@@ -1,5 +1,7 @@
 """``merge_states`` against float64: the identity, NaN of weight 0, sinks and gate once, many parts, real partials."""
 
+import itertools
+
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -157,7 +159,7 @@ def test_partials_by_key_range_merge_to_the_whole(name, parts, backend):
     longest = int(inputs.seq_lens.max())
     edges = np.linspace(0, longest, parts + 1).astype(np.int32)
     partials = []
-    for low, high in zip(edges[:-1], edges[1:], strict=True):
+    for low, high in itertools.pairwise(edges):
         bounds = {"kv_start": jnp.full(len(inputs.seq_lens), low), "kv_end": jnp.full(len(inputs.seq_lens), high)}
         partials.append(swa_decode(*positional, **options, **bounds))
     outs, lses = (jnp.stack(each) for each in zip(*partials, strict=True))

@@ -29,7 +29,8 @@ WINDOW = 16
 RECIPE = "wrap the call in jax.shard_map over kv heads .see swa_pallas.cache_specs."
 
 pytestmark = pytest.mark.skipif(
-    len(jax.local_devices(backend="cpu")) < DEVICES, reason=f"needs {DEVICES} CPU devices (tests/conftest.py asks for them)"
+    len(jax.local_devices(backend="cpu")) < DEVICES,
+    reason=f"needs {DEVICES} CPU devices (tests/conftest.py asks for them)",
 )
 
 
@@ -161,9 +162,7 @@ def test_merge_over_heads(backend, check_vma):
         merge, mesh=mesh_of(), in_specs=(P(None, None, "heads"), P(None, None, "heads"), P("heads"), over_heads),
         out_specs=over_heads, check_vma=check_vma,
     )  # fmt: skip
-    for one, other in zip(
-        jax.jit(sharded)(outs, lses, sinks, gate), merge(outs, lses, sinks, gate), strict=True
-    ):
+    for one, other in zip(jax.jit(sharded)(outs, lses, sinks, gate), merge(outs, lses, sinks, gate), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-6, atol=2e-6)
 
 
@@ -232,7 +231,8 @@ def test_an_explicit_mesh_is_refused_with_the_recipe(name):
     argument = {"append": "cache", "merge": "outs", "cache": "key_cache"}.get(name, name)
     with jax.set_mesh(mesh):
         for call in (calls[name], jax.jit(calls[name])):
-            with pytest.raises(ValueError, match=f"{argument} must not be sharded over an explicit mesh axis: {RECIPE}, got P"):
+            rule = f"{argument} must not be sharded over an explicit mesh axis: {RECIPE}, got P"
+            with pytest.raises(ValueError, match=rule):
                 call()
 
 
