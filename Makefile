@@ -28,12 +28,14 @@ JAX_0.12 := jax==0.12.0.1
 JOBS ?= 2
 # What also runs over Triton's interpreter.
 INTERPRETED_TESTS := tests/contract tests/failures $(addprefix tests/torch/test_,append.py edges.py invariance.py merge.py strides.py)
-# What needs no PyTorch.
-JAX_TESTS := tests/contract tests/failures tests/jax tests/packaging/test_imports.py
+# What runs with the newer JAX versions, without PyTorch: each case of the contract, and what differs between versions.
+# `make test-jax JAX_TESTS='tests/contract tests/failures tests/jax' JAX_CASES=` runs the rest too (10 minutes each).
+JAX_TESTS ?= tests/contract $(addprefix tests/jax/test_,hlo.py export.py backends.py) tests/packaging/test_imports.py
+JAX_CASES ?= -k 'not test_decode.py or case_is_right'
 # The tests compile hundreds of small decode steps with XLA to run each once or twice: its code generator need not
-# optimise them (what it is given stays the same), and processes share what they compiled. `make test` also runs the
-# contract as users compile it.
-QUICKLY := JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.jax_cache \
+# optimise them (what it is given stays the same), and processes share what they compiled. `QUICKLY=` compiles as users
+# do.
+QUICKLY ?= JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.jax_cache \
   JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 # More pytest options, for example PYTEST_ARGS='-x -k sinks'.
 PYTEST_ARGS ?=
@@ -90,7 +92,6 @@ test test-jax: export OMP_NUM_THREADS := 1
 # Triton's interpreter is chosen when Triton is imported, so it needs a process of its own.
 test: lint
 	$(QUICKLY) $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -n $(JOBS) -k jax-xla $(PYTEST_ARGS) tests/contract
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS) $(INTERPRETED_TESTS)
 	@$(MAKE) --no-print-directory test-jax
 
@@ -101,7 +102,7 @@ else
 test-jax: $(JAX_ONLY:%=test-jax-%)
 
 $(JAX_ONLY:%=test-jax-%): test-jax-%: $(VENV)-jax-%/.ready
-	$(QUICKLY) $(<D)/bin/python -m pytest -n $(JOBS) $(PYTEST_ARGS) $(JAX_TESTS)
+	$(QUICKLY) $(<D)/bin/python -m pytest -n $(JOBS) $(JAX_CASES) $(PYTEST_ARGS) $(JAX_TESTS)
 endif
 
 docs: $(DOCS_READY)

@@ -192,14 +192,14 @@ def test_plans_are_made_from_local_shapes():
     specs, seen = tuple(specs_of(step)), []
 
     def decode(*step):
-        seen.append(plan_for(*step[:3], window=WINDOW))
+        seen.append(plan_for(*step[:3], window=WINDOW, backend="xla"))
         assert step[1].kv_heads == 1
         return swa_decode(*step, window=WINDOW, plan=seen[0])
 
     out = jax.jit(jax.shard_map(decode, mesh=mesh_of(), in_specs=specs, out_specs=P(None, "heads")))(*step)
     assert (seen[0].problem.heads, seen[0].problem.kv_heads) == (2, 1)
     np.testing.assert_allclose(out, swa_decode(*step, window=WINDOW), rtol=2e-6, atol=2e-6)
-    whole = plan_for(*step[:3], window=WINDOW)
+    whole = plan_for(*step[:3], window=WINDOW, backend="xla")
     with pytest.raises(ValueError, match="heads"):
         jax.shard_map(
             lambda *step: swa_decode(*step, window=WINDOW, plan=whole), mesh=mesh_of(), in_specs=specs,
