@@ -94,21 +94,28 @@ def local_profile() -> DeviceProfile | None:
     return DeviceProfile.for_cuda(device.device_kind, capability, device.core_count)
 
 
-def lowering_device(name: str) -> contextlib.AbstractContextManager[Any]:
-    """Tell JAX which GPU is lowered for, in a process that has none; JAX asks since 0.11."""
+def lowering_device(name: str, operands: Any) -> contextlib.AbstractContextManager[Any]:
+    """Tell JAX which GPU is lowered for, in a process that has none; JAX asks since 0.11.
+
+    Left to JAX (and its error) where arrays carry a mesh already, whose type the results would not fit.
+    """
     kind = DEVICE_KINDS.get(name)
     mesh = get_abstract_mesh()
-    if kind is None or not mesh.empty or getattr(mesh, "abstract_device", None) is not None or default_is_gpu():
+    known = getattr(mesh, "abstract_device", None) is not None or local_profile() is not None
+    typed = not mesh.empty or any(not jax.typeof(leaf).sharding.mesh.empty for leaf in jax.tree.leaves(operands))
+    if kind is None or known or typed:
         return contextlib.nullcontext()
     device = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
     return use_abstract_mesh(AbstractMesh((1,), ("swa_device",), abstract_device=device))
 
 
-def default_is_gpu() -> bool:
-    """Whether JAX, which asks its default device, finds a GPU by itself."""
+def runs_on_gpu() -> bool:
+    """Whether what is called now runs on a GPU unless its arrays say otherwise, or is lowered for an abstract one."""
+    if getattr(get_abstract_mesh(), "abstract_device", None) is not None:
+        return True
     default = getattr(jax.config, "jax_default_device", None)
     platform = jax.default_backend() if default is None else getattr(default, "platform", default)
-    return platform in ("gpu", "cuda", "rocm")
+    return platform in ("gpu", "cuda")
 
 
 def converts_fp8(plan: Plan | None = None) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from swa_pallas._cache import Cache, PagedCache, as_paged_cache
-from swa_pallas._device import BACKENDS, check_backend, has_pallas_triton, lowering_profile
+from swa_pallas._device import BACKENDS, check_backend, has_pallas_triton, lowering_profile, runs_on_gpu
 from swa_pallas._validate import check_block_table, check_query_and_cache
 from swa_plan import DeviceProfile, Plan, Problem
 from swa_plan import plan as make_plan
@@ -156,4 +156,4 @@ def plan_for(
         kernel = None if backend is None else BACKENDS[backend]
         return cached_plan(problem, device, kernel=kernel, batch_invariant=batch_invariant)
     chosen = route(problem, None, backend, batch_invariant)
-    return chosen.other if chosen.cuda is None else chosen.cuda
+    return chosen.cuda if chosen.cuda is not None and (backend is not None or runs_on_gpu()) else chosen.other

@@ -103,7 +103,7 @@ def dispatch(
     def compiled(operands: Any) -> Any:
         operands = require_lowering(operands, name=name, backend="pallas_triton", platforms=CUDA)
         assert kernels is not None
-        with lowering_device(device):
+        with lowering_device(device, operands):
             return kernels(operands, interpret=False)
 
     def unknown_device(operands: Any) -> Any:

@@ -6,7 +6,6 @@ so that memory stays bounded. Rounding to 16 bits is arithmetic in fp32, because
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from swa_pallas._call import Append, Operands, Statics, like_all
+from swa_pallas._call import Append, Operands, Statics
 from swa_plan import Plan
 from swa_plan._layout import PACKED
 from swa_plan._problem import MAX_POSITIONS
@@ -24,6 +23,15 @@ LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 GATHER_BYTES = 64 << 20
 """Gathered keys and values of the requests that are handled together stay below this."""
+
+WIDENED_ON_CPU = ("float8_e4m3fn", "float8_e5m2") if jax.__version_info__ >= (0, 11) else (
+    "bfloat16", "float8_e4m3fn", "float8_e5m2"
+)  # fmt: skip
+"""Dtypes that XLA scatters on the CPU by converting the whole operand to a wider one and back.
+
+Their bits are scattered as integers instead. XLA then copies the cache there and back, which is ten to a thousand times
+faster but still a copy: it has no way to write these dtypes in place.
+"""
 
 
 class Rows(NamedTuple):
@@ -301,36 +309,40 @@ def merge(
 
 
 def append(operands: Append, *, statics: Statics, limit: float | None) -> tuple[jax.Array, ...]:
-    """Write rows of keys and values into their slots."""
-    bases = list(operands.bases)
+    """Write rows of keys and values into their slots by one scatter each."""
     rows = operands.slot_mapping.shape[0]
-    block = bases[0].shape[statics.layout.axes.index("block")]
-    layer, layer_exists = existing_layer(operands.layer, statics, bases[0])
+    block = operands.bases[0].shape[statics.layout.axes.index("block")]
+    layer, layer_exists = existing_layer(operands.layer, statics, operands.bases[0])
     position = operands.slot_mapping
     written = (position >= 0) & layer_exists
-    # A slot outside the cache goes to a page that does not exist, and nothing is written there.
+    # A slot outside the cache goes to a page that does not exist, and the scatter drops it.
     page = jnp.where(written, jnp.minimum(position // block, statics.pages), statics.pages).astype(jnp.int32)
     slot = jnp.where(written, position % block, 0).astype(jnp.int32)
+    writes = []
     for kv, source, scale, number in (
         (0, operands.key, operands.k_scale, statics.k_scale), (1, operands.value, operands.v_scale, statics.v_scale)
     ):  # fmt: skip
-        which = -1 if kv else 0
-        base = bases[which]
+        base = operands.bases[-1 if kv else 0]
         if limit is not None:
             source = narrow(source, per_head(scale, number, source.shape[1]), limit, base.dtype)
-        starts, windows = slot_windows(statics, base.shape, kv, page, slot, layer)
-        # XLA scatters bf16 and fp8 on the CPU by way of a wider copy of the whole base; slices are written in place.
-        bases[which] = lax.platform_dependent(
-            base,
-            starts,
-            source[:rows],
-            cpu=functools.partial(write_slices, windows=windows, pages_axis=statics.layout.axes.index("pages")),
-            default=functools.partial(scatter, kept=kept_axes(statics)),
-        )
-    return tuple(bases)
+        starts, _ = slot_windows(statics, base.shape, kv, page, slot, layer)
+        writes.append((starts, source[:rows]))
+    kept = kept_axes(statics)
+
+    def write(bases: Sequence[jax.Array], writes: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, ...]:
+        bases = list(bases)
+        for which, (starts, updates) in zip((0, -1), writes, strict=True):
+            bases[which] = scatter(bases[which], starts, updates, kept)
+        return tuple(bases)
+
+    if operands.bases[0].dtype.name not in WIDENED_ON_CPU:
+        return write(operands.bases, writes)
+    return lax.platform_dependent(
+        operands.bases, writes, cpu=lambda *given: from_bits(write(*as_bits(given)), operands.bases), default=write
+    )
 
 
-def scatter(base: jax.Array, starts: jax.Array, updates: jax.Array, *, kept: Sequence[int]) -> jax.Array:
+def scatter(base: jax.Array, starts: jax.Array, updates: jax.Array, kept: Sequence[int]) -> jax.Array:
     """Write ``[rows, kv_heads, dim]`` at ``starts``, which no two rows share; one outside the base writes nothing."""
     dimensions = lax.ScatterDimensionNumbers(
         update_window_dims=(1, 2),
@@ -341,22 +353,20 @@ def scatter(base: jax.Array, starts: jax.Array, updates: jax.Array, *, kept: Seq
     return lax.scatter(base, starts, updates, dimensions, mode=drop, unique_indices=True)
 
 
-def write_slices(
-    base: jax.Array, starts: jax.Array, updates: jax.Array, *, windows: tuple[int, ...], pages_axis: int
-) -> jax.Array:
-    """Do what ``scatter`` does, one row after another."""
-    # A loop keeps its carry's type, so the base must vary over every manual mesh axis that a row varies over.
-    union = like_all(base.shape, base.dtype, base, starts, updates).manual_axis_type
-    missing = frozenset() if union is None else union.varying - jax.typeof(base).manual_axis_type.varying
-    base = lax.pcast(base, tuple(missing), to="varying") if missing else base
-    # Rows inside the base first, and no others: a slice that is read to be written back would be a copy of the base.
-    inside = starts[:, pages_axis] < base.shape[pages_axis]
-    order = jnp.argsort(~inside, stable=True)
+def as_bits(tree: Any) -> Any:
+    """Return a tree's floating-point arrays as integers of their size."""
+    integers = {1: jnp.int8, 2: jnp.int16, 4: jnp.int32}
+    return jax.tree.map(
+        lambda x: (
+            lax.bitcast_convert_type(x, integers[x.dtype.itemsize]) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        ),
+        tree,
+    )
 
-    def write(i: jax.Array, base: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice(base, updates[order[i]].reshape(windows), tuple(starts[order[i]]))
 
-    return lax.fori_loop(jnp.int32(0), jnp.sum(inside, dtype=jnp.int32), write, base)
+def from_bits(bits: tuple[jax.Array, ...], like: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Return integers as the floating-point arrays that they are the bits of."""
+    return tuple(lax.bitcast_convert_type(each, base.dtype) for each, base in zip(bits, like, strict=True))
 
 
 def narrow(x: jax.Array, scale: jax.Array, limit: float, dtype: Any) -> jax.Array:

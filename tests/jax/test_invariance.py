@@ -18,7 +18,7 @@ WINDOWS = [200, None]
 @pytest.fixture(autouse=True)
 def _quick_interpreter(backend):
     """Spare interpreted kernels XLA's slow optimisations: nobody runs them for their speed."""
-    before = jax.config.jax_disable_most_optimizations
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", before or backend == "interpret")
     yield
     jax.config.update("jax_disable_most_optimizations", before)
