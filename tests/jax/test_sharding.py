@@ -239,10 +239,10 @@ def test_an_explicit_mesh_is_refused_with_the_recipe(name):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_donated_decode_loop_keeps_its_shardings(check_vma):
     layout = "layers pages kv block kv_heads dim"
-    step = one_head_per_device(layout=layout, dtype="bfloat16", max_blocks=3)
+    step = one_head_per_device(layout=layout, max_blocks=3)
     mesh, specs = mesh_of(), specs_of(step)
     big = PagedCache.empty(
-        layout, pages=1024, block=16, kv_heads=DEVICES, k_dim=32, layers=3, dtype="bfloat16",
+        layout, pages=1024, block=16, kv_heads=DEVICES, k_dim=32, layers=3, dtype="float32",
         device=NamedSharding(mesh, specs.cache.bases[0]),
     )  # fmt: skip
     placed = place(step._replace(cache=None), specs._replace(cache=None), mesh)
@@ -277,9 +277,7 @@ def test_a_donated_decode_loop_keeps_its_shardings(check_vma):
     alone, alone_query = step.cache, step.query
     for i in range(3):
         alone, alone_query = jax.jit(one_step)(alone, alone_query, step.block_table, lens + i)
-    np.testing.assert_allclose(
-        np.asarray(query, np.float32), np.asarray(alone_query, np.float32), rtol=2**-7, atol=2**-9
-    )
+    np.testing.assert_allclose(query, alone_query, rtol=1e-4, atol=1e-5)  # rounding errors of three layers and steps
 
 
 # --- lowering for CUDA over several devices, on a machine that need not have one ---
