@@ -14,13 +14,16 @@ if _HOST_DEVICES not in os.environ.get("XLA_FLAGS", ""):
 
 _DEVICES = {"gpu": (1, "needs a CUDA device"), "gpu2": (2, "needs two CUDA devices")}
 _FOLDERS = {"torch": ("torch", "failures/torch"), "jax": ("jax", "failures/jax")}
-_ABSENT = [framework for framework in _FOLDERS if find_spec(framework) is None]
+_ABSENT = {framework: "is not installed" for framework in _FOLDERS if find_spec(framework) is None}
+_LEFT_OUT = dict(_ABSENT)
+if os.environ.get("TRITON_INTERPRET") == "1":
+    _LEFT_OUT.setdefault("jax", "has no part in a process in which Triton interprets")
 
-collect_ignore = [folder for framework in _ABSENT for folder in _FOLDERS[framework]]
+collect_ignore = [folder for framework in _LEFT_OUT for folder in _FOLDERS[framework]]
 
 
 def pytest_report_header():
-    return [f"not collected, {name} is not installed: {', '.join(_FOLDERS[name])}" for name in _ABSENT]
+    return [f"not collected, {name} {reason}: {', '.join(_FOLDERS[name])}" for name, reason in _LEFT_OUT.items()]
 
 
 def pytest_collection_modifyitems(items):
