@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
 
 from swa_pallas import _run
 from swa_pallas._cache import Cache, PagedCache, as_paged_cache
 from swa_pallas._call import Operands, Statics
 from swa_pallas._inputs import check_inputs
-from swa_pallas._planning import SplitsAndPack, problem_of, route
+from swa_pallas._planning import problem_of, route
 from swa_pallas._validate import (
     as_arrays,
     check_head_options,
@@ -24,7 +25,8 @@ from swa_pallas._validate import (
     check_static,
 )
 from swa_plan import Plan
-from swa_plan._checks import check_integer, check_positive, check_window
+from swa_plan._checks import check_integer, check_softcap, check_window
+from swa_plan._chosen import SplitsAndPack
 from swa_plan._problem import MAX_POSITIONS
 
 
@@ -187,11 +189,11 @@ def _decode(
     )  # fmt: skip
     check_head_options(query.shape[0], query.shape[1], gate, sinks)
     scale_array, scale_number = (None, cache.k_dim**-0.5) if scale is None else check_scalar("scale", scale)
-    softcap_array, softcap_number = (None, None) if softcap is None else check_scalar("softcap", softcap)
-    if softcap_array is not None:
-        softcap_number = None
-    elif softcap_number is not None:
-        check_positive("softcap", softcap_number)
+    softcap_array, softcap_number = None, None
+    if isinstance(softcap, (jax.Array, np.ndarray)):
+        softcap_array, _ = check_scalar("softcap", softcap)
+    else:
+        softcap_number = check_softcap(softcap)
     k_array, k_number = check_scale("k_scale", k_scale, cache)
     v_array, v_number = check_scale("v_scale", v_scale, cache)
     layer_array, layer_number = check_layer(layer, cache)
@@ -201,8 +203,10 @@ def _decode(
     )
     chosen = route(problem, plan, backend, batch_invariant)
     statics = Statics(
-        cache.layout, cache.k_dim, cache.v_dim, cache.pages, int(block_table.shape[1]), scale_number, k_number,
-        v_number, softcap_number, layer_number, check_out_dtype(out_dtype, query.dtype), bool(return_lse),
+        cache.layout, cache.k_dim, cache.v_dim, cache.pages,
+        k_scale=k_number, v_scale=v_number, layer=layer_number, max_blocks=int(block_table.shape[1]),
+        scale=scale_number, softcap=softcap_number, out_dtype=check_out_dtype(out_dtype, query.dtype),
+        return_lse=bool(return_lse),
     )  # fmt: skip
     arrays = (query, cache.bases, block_table, seq_lens, cu_query_lens, kv_start, kv_end, k_array, v_array, sinks, gate)
     operands = Operands(*arrays, scale_array, softcap_array, layer_array)

@@ -78,9 +78,8 @@ def append(
     if scaled:
         limit = finite_max(paged.dtype) if quantised else float("inf")
     statics = Statics(
-        paged.layout, paged.k_dim, paged.v_dim, paged.pages, 0, 1.0, k_number, v_number, None, layer_number, stored,
-        False,
-    )  # fmt: skip
+        paged.layout, paged.k_dim, paged.v_dim, paged.pages, k_scale=k_number, v_scale=v_number, layer=layer_number
+    )
     operands = Append(key, value, slot_mapping, paged.bases, k_array, v_array, layer_array)
     bases = _run.append(as_arrays(operands), statics=statics, limit=limit, backend=backend)
     if not isinstance(cache, PagedCache):

@@ -5,6 +5,7 @@ Kernels take the whole base and find K and V in it by index map: no view of it i
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -102,9 +103,9 @@ class PagedCache:
         bases = tuple(jnp.zeros(shape, dtype, device=device) for shape in shapes)
         return cls(bases if len(bases) == 2 else bases[0], parsed, k_dim=k_dim, v_dim=v_size)
 
-    @property
+    @functools.cached_property
     def sizes(self) -> Sizes:
-        """Sizes of the axes, as the bases have them now."""
+        """Sizes of the axes, read off the bases once."""
         k_dim, v_dim = self._dims
         return self.layout.sizes([base.shape for base in self.bases], k_dim=k_dim, v_dim=v_dim)
 

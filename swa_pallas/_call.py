@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import ManualAxisType
 
 from swa_plan import CacheLayout
+from swa_plan._problem import MAX_POSITIONS
 
 
 class Operands(NamedTuple):
@@ -49,19 +50,19 @@ class Append(NamedTuple):
 
 @dataclass(frozen=True)
 class Statics:
-    """What is fixed while a call is traced.
+    """What is fixed while a call is traced; what comes after ``layer`` is of no use to an ``append``.
 
     Attributes:
         layout: axes of the cache.
         k_dim: key head size.
         v_dim: value head size.
         pages: pages of the cache that was passed; 0 where a stand-in replaces an empty one.
+        k_scale: what a stored key is multiplied by; 1 where that is an operand.
+        v_scale: the same for values.
+        layer: layer of the cache; None without layers or where it is an operand.
         max_blocks: columns of the table that was passed; 0 where a stand-in replaces an empty one.
         scale: factor of the logits; 1 where it is an operand.
-        k_scale: the same for keys.
-        v_scale: the same for values.
         softcap: cap of the logits; None without one or where it is an operand.
-        layer: layer of the cache; None without layers or where it is an operand.
         out_dtype: name of the output's dtype.
         return_lse: whether the log-sum-exps are wanted.
     """
@@ -70,14 +71,26 @@ class Statics:
     k_dim: int
     v_dim: int
     pages: int
-    max_blocks: int
-    scale: float
-    k_scale: float
-    v_scale: float
-    softcap: float | None
-    layer: int | None
-    out_dtype: str
-    return_lse: bool
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    layer: int | None = None
+    max_blocks: int = 0
+    scale: float = 1.0
+    softcap: float | None = None
+    out_dtype: str = ""
+    return_lse: bool = False
+
+    def existing_layer(self, given: jax.Array | None, base: Any) -> tuple[Any, Any]:
+        """Return ``(layer to use, whether there is such a layer)``; a traced layer, ``given``, may name none."""
+        if given is None:
+            return self.layer, True
+        exists = (given >= 0) & (given < base.shape[self.layout.axes.index("layers")])
+        return jnp.where(exists, given, 0).astype(jnp.int32), exists
+
+
+def clamp_position(position: jax.Array) -> jax.Array:
+    """Bring lengths or positions into 32 bits; no table reaches beyond 2**30."""
+    return jnp.clip(position, -MAX_POSITIONS, MAX_POSITIONS).astype(jnp.int32)
 
 
 def like_all(shape: tuple[int, ...], dtype: jnp.dtype | str, *arrays: object) -> jax.ShapeDtypeStruct:

@@ -11,11 +11,11 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh, get_abstract_mesh, use_abstract_mesh
 
 from swa_plan import DeviceProfile, Plan
+from swa_plan._device import FP8_CAPABILITY, LEAST_CAPABILITY
 
 BACKENDS = {"pallas_triton": "portable", "xla": "ops", "interpret": "interpret"}
 """Backend names, and the plan's kernel that each one runs."""
 
-LEAST_CAPABILITY = 80
 DEVICE_KINDS = {
     "a100": "NVIDIA A100",
     "h100": "NVIDIA H100",
@@ -25,9 +25,6 @@ DEVICE_KINDS = {
     "rtx5090": "NVIDIA RTX PRO 6000",
 }
 """Profiles' names, and devices of that architecture that JAX knows."""
-
-FP8_CAPABILITY = 89
-"""Chips before sm_89 cannot convert fp8 e4m3 themselves."""
 
 
 def check_backend(backend: object) -> None:
@@ -71,7 +68,7 @@ def lowering_profile() -> DeviceProfile | None:
 def abstract_profile(device_kind: str, num_cores: int | None) -> DeviceProfile | None:
     """Return the profile of a device that is known by name only; None where the name says nothing."""
     words = device_kind.lower().split()
-    for name in ("a100", "h100", "h200", "b200", "rtx4090", "rtx5090"):
+    for name in DEVICE_KINDS:
         if name in words or name in "".join(words):
             known = DeviceProfile.named(name)
             return DeviceProfile.for_cuda(device_kind, known.capability, num_cores or known.num_sms)
@@ -85,7 +82,7 @@ def local_profile() -> DeviceProfile | None:
         device = jax.local_devices(backend="cuda")[0]
     except RuntimeError:  # JAX has no other way to say that there is none
         return None
-    capability = int(str(device.compute_capability).replace(".", ""))
+    capability = capability_of(device)
     if capability < LEAST_CAPABILITY:
         raise NotImplementedError(
             f"swa_pallas's kernels need sm_{LEAST_CAPABILITY} or newer (backend 'xla' runs anywhere), "
@@ -94,12 +91,17 @@ def local_profile() -> DeviceProfile | None:
     return DeviceProfile.for_cuda(device.device_kind, capability, device.core_count)
 
 
-def lowering_device(name: str, operands: Any) -> contextlib.AbstractContextManager[Any]:
+def capability_of(device: Any) -> int:
+    """Return a CUDA device's compute capability times ten."""
+    return int(str(device.compute_capability).replace(".", ""))
+
+
+def lowering_device(name: str | None, operands: Any) -> contextlib.AbstractContextManager[Any]:
     """Tell JAX which GPU is lowered for, in a process that has none; JAX asks since 0.11.
 
     Left to JAX (and its error) where arrays carry a mesh already, whose type the results would not fit.
     """
-    kind = DEVICE_KINDS.get(name)
+    kind = DEVICE_KINDS.get(name or "")
     mesh = get_abstract_mesh()
     known = getattr(mesh, "abstract_device", None) is not None or local_profile() is not None
     typed = not mesh.empty or any(not jax.typeof(leaf).sharding.mesh.empty for leaf in jax.tree.leaves(operands))
@@ -120,6 +122,6 @@ def runs_on_gpu() -> bool:
 
 def converts_fp8(plan: Plan | None = None) -> bool:
     """Whether the device of a plan (or the one that is lowered for) converts fp8 e4m3 in hardware; unknown ones do."""
-    known = plan is not None and plan.device in DEVICE_KINDS
-    profile = DeviceProfile.named(plan.device) if plan is not None and known else lowering_profile()
+    device = "" if plan is None else plan.device
+    profile = DeviceProfile.named(device) if device in DEVICE_KINDS else lowering_profile()
     return profile is None or profile.capability == 0 or profile.capability >= FP8_CAPABILITY

@@ -28,7 +28,7 @@ _guard_p.multiple_results = True
 
 def refuse_transforms(tree: Any, name: str) -> Any:
     """Return ``tree`` unchanged; differentiating or batching it raises ``NotImplementedError`` naming ``name``."""
-    return _bind(tree, name=name, platforms=None, backend=None)
+    return _bind(tree, name=name)
 
 
 def require_lowering(tree: Any, *, name: str, backend: str, platforms: Sequence[str]) -> Any:
@@ -36,12 +36,12 @@ def require_lowering(tree: Any, *, name: str, backend: str, platforms: Sequence[
 
     ``ValueError`` names ``backend`` and the platform, or what to wrap in ``shard_map``.
     """
-    return _bind(tree, name=name, platforms=tuple(platforms), backend=backend)
+    return _bind(tree, name=name, backend=backend, platforms=tuple(platforms))
 
 
 def refuse_lowering(tree: Any, *, name: str, reason: str) -> Any:
     """Return ``tree`` unchanged; lowering it raises ``ValueError`` with ``reason``."""
-    return _bind(tree, name=name, platforms=(), backend=reason)
+    return _bind(tree, name=name, refusal=reason)
 
 
 def _bind(tree: Any, **params: Any) -> Any:
@@ -73,12 +73,13 @@ def _batch(arguments: Any, axes: Any, *, name: str, **params: Any) -> Any:
 
 
 def _lower(
-    context: mlir.LoweringRuleContext, *values: Any, name: str, platforms: tuple[str, ...] | None, backend: str
-) -> Sequence[Any]:
-    if platforms is None:
+    context: mlir.LoweringRuleContext, *values: Any, name: str, backend: str | None = None,
+    platforms: tuple[str, ...] = (), refusal: str | None = None,
+) -> Sequence[Any]:  # fmt: skip
+    if refusal is not None:
+        raise ValueError(refusal)
+    if backend is None:
         return values
-    if not platforms:
-        raise ValueError(backend)
     lowering = tuple(context.platforms or context.module_context.platforms)
     if any(platform not in platforms for platform in lowering):
         raise ValueError(

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from swa_pallas._cache import Cache, PagedCache, as_paged_cache
 from swa_pallas._device import BACKENDS, check_backend, has_pallas_triton, lowering_profile, runs_on_gpu
 from swa_pallas._validate import check_block_table, check_query_and_cache
 from swa_plan import DeviceProfile, Plan, Problem
-from swa_plan import plan as make_plan
-from swa_plan._chosen import check_chosen, check_fits
+from swa_plan._chosen import SplitsAndPack, cached_plan, check_chosen, check_fits, plan_from_splits
 
-cached_plan = functools.lru_cache(maxsize=4096)(make_plan)
 CPU = DeviceProfile.named("cpu")
-
-
-class SplitsAndPack(NamedTuple):
-    """What a caller of ``swa_decode_gated`` chose instead of a plan."""
-
-    splits: int
-    pack: int
 
 
 class Route(NamedTuple):
@@ -81,7 +70,7 @@ def route(problem: Problem, plan: Plan | SplitsAndPack | None, backend: str | No
     if isinstance(plan, SplitsAndPack):
 
         def planned(kernel: str, profile: DeviceProfile | None) -> Plan:
-            return plan_from_splits(problem, plan.splits, plan.pack, kernel, profile)
+            return plan_from_splits(problem, plan, kernel, profile)
     else:
 
         def planned(kernel: str, profile: DeviceProfile | None) -> Plan:
@@ -100,12 +89,6 @@ def route(problem: Problem, plan: Plan | SplitsAndPack | None, backend: str | No
             )
         return Route(backend, portable, portable)
     return Route(None, portable, planned("ops", None))
-
-
-@functools.lru_cache(maxsize=4096)
-def plan_from_splits(problem: Problem, splits: int, pack: int, kernel: str, profile: DeviceProfile | None) -> Plan:
-    """Return the plan of ``swa_decode_gated``."""
-    return replace(Plan.from_splits(problem, splits, pack, device=profile), kernel=kernel)
 
 
 def plan_for(

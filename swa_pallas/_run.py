@@ -46,8 +46,8 @@ def decode(operands: Operands, *, statics: Statics, route: Route) -> tuple[jax.A
     def operations(operands: Operands) -> tuple[jax.Array, jax.Array | None]:
         return _xla.decode(operands, plan=route.other, statics=statics)
 
-    plan_device = "" if route.cuda is None else route.cuda.device
-    return dispatch("swa_decode", route.backend, route.cuda is not None, kernels, operations, operands, plan_device)
+    device = None if route.cuda is None else route.cuda.device
+    return dispatch("swa_decode", route.backend, kernels, operations, operands, device)
 
 
 @functools.partial(jax.jit, static_argnames=("statics", "limit", "backend"))
@@ -67,9 +67,9 @@ def append(
     def operations(operands: Append) -> tuple[jax.Array, ...]:
         return _xla.append(operands, statics=statics, limit=limit)
 
-    # XLA converts to fp8 where the chip cannot.
-    by_kernel = operands.bases[0].dtype != jnp.float8_e4m3fn or converts_fp8()
-    return dispatch("append", backend, True, kernels if by_kernel else None, operations, operands, ANY_DEVICE)
+    if backend != "interpret" and operands.bases[0].dtype == jnp.float8_e4m3fn and not converts_fp8():
+        backend = "xla"  # which converts to fp8 where the chip cannot
+    return dispatch("append", backend, kernels, operations, operands, ANY_DEVICE)
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "backend"))
@@ -91,31 +91,33 @@ def merge(
     def operations(parts: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
         return _xla.merge(*parts, out_dtype=out_dtype)
 
-    return dispatch("merge_states", backend, True, kernels, operations, parts, ANY_DEVICE)
+    return dispatch("merge_states", backend, kernels, operations, parts, ANY_DEVICE)
 
 
 def dispatch(
-    name: str, backend: str | None, cuda_is_known: bool, kernels: Callable[..., Any] | None,
-    operations: Callable[..., Any], operands: Any, device: str,
+    name: str, backend: str | None, kernels: Callable[..., Any], operations: Callable[..., Any], operands: Any,
+    device: str | None,
 ) -> Any:  # fmt: skip
-    """Run ``kernels`` or ``operations``: what ``backend`` names, else what the platform that is lowered for wants."""
+    """Run ``kernels`` or ``operations``: what ``backend`` names, else what the platform that is lowered for wants.
+
+    ``device`` names the GPU that CUDA kernels are for; with None, lowering for CUDA is an error.
+    """
 
     def compiled(operands: Any) -> Any:
         operands = require_lowering(operands, name=name, backend="pallas_triton", platforms=CUDA)
-        assert kernels is not None
         with lowering_device(device, operands):
             return kernels(operands, interpret=False)
 
     def unknown_device(operands: Any) -> Any:
         return operations(refuse_lowering(operands, name=name, reason=NO_DEVICE))
 
-    if backend == "pallas_triton" and kernels is not None:
+    if backend == "pallas_triton":
         return compiled(operands)
-    if backend == "interpret" and kernels is not None:
+    if backend == "interpret":
         return kernels(operands, interpret=True)
-    if backend == "xla" or kernels is None or not has_pallas_triton():
+    if backend == "xla" or not has_pallas_triton():
         return operations(operands)
-    return lax.platform_dependent(operands, cuda=compiled if cuda_is_known else unknown_device, default=operations)
+    return lax.platform_dependent(operands, cuda=unknown_device if device is None else compiled, default=operations)
 
 
 def stand_in(operands: Operands, statics: Statics) -> Operands:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from swa_pallas._call import Append, Operands, Statics
+from swa_pallas._call import Append, Operands, Statics, clamp_position
 from swa_plan import Plan
 from swa_plan._layout import PACKED
 from swa_plan._problem import MAX_POSITIONS
@@ -86,26 +86,27 @@ def decode(operands: Operands, *, plan: Plan, statics: Statics) -> tuple[jax.Arr
 
     # --- store ---
     def finish(each: tuple[Sums, jax.Array | None]) -> tuple[jax.Array, jax.Array | None]:
-        return finish_rows(*each, operands=operands, statics=statics, group=problem.group)
+        sums, gate = each
+        v_scale = jnp.repeat(per_head(operands.v_scale, statics.v_scale, problem.kv_heads), problem.group)
+        return finish_rows(sums, operands.sinks, gate, statics.out_dtype, v_scale)
 
     rows_and_gates = (sums, operands.gate)
-    return lax.map(finish, rows_and_gates) if plan.batch_invariant else finish(rows_and_gates)
+    out, lse = lax.map(finish, rows_and_gates) if plan.batch_invariant else finish(rows_and_gates)
+    return out, lse if statics.return_lse else None
 
 
 def finish_rows(
-    sums: Sums, gate: jax.Array | None, *, operands: Operands, statics: Statics, group: int
-) -> tuple[jax.Array, jax.Array | None]:
+    sums: Sums, sinks: jax.Array | None, gate: jax.Array | None, out_dtype: str, v_scale: jax.Array | float = 1.0
+) -> tuple[jax.Array, jax.Array]:
     """Return output and LSE of rows ``[..., heads]``: sink, normalisation, gate and rounding."""
     attention, top, total = sums
     factor = 1.0
-    if operands.sinks is not None:
-        factor, top, total = add_sink(top, total, operands.sinks.astype(jnp.float32) * LOG2E)
-    v_scale = jnp.repeat(per_head(operands.v_scale, statics.v_scale, total.shape[-1] // group), group)
+    if sinks is not None:
+        factor, top, total = add_sink(top, total, sinks.astype(jnp.float32) * LOG2E)
     normaliser = factor * jnp.where(total == 0.0, 0.0, 1.0 / total) * v_scale
     attention = jnp.where(total[..., None] == 0.0, 0.0, attention * normaliser[..., None])
-    out = round_and_gate(attention, gate, total == 0.0, statics.out_dtype)
-    lse = jnp.where(total == 0.0, -jnp.inf, (top + jnp.log2(total)) / LOG2E) if statics.return_lse else None
-    return out, lse
+    out = round_and_gate(attention, gate, total == 0.0, out_dtype)
+    return out, jnp.where(total == 0.0, -jnp.inf, (top + jnp.log2(total)) / LOG2E)
 
 
 def find_rows(operands: Operands, window: int | None, query_len: int) -> Rows:
@@ -151,7 +152,9 @@ def attend(
     # --- load keys and values; nothing else of table and cache is read ---
     in_range = n <= last
     page = table[jnp.where(in_range, n // problem.block, 0)]
-    layer, layer_exists = existing_layer(operands.layer, statics, operands.bases[0])
+    layer, layer_exists = statics.existing_layer(
+        None if operands.layer is None else operands.layer[0], operands.bases[0]
+    )
     known = (page >= 0) & (page < statics.pages) & layer_exists
     readable = in_range & known
     page, slot = jnp.where(readable, page, 0).astype(jnp.int32), n % problem.block
@@ -231,19 +234,6 @@ def kept_axes(statics: Statics) -> tuple[int, ...]:
     return tuple(i for i, axis in enumerate(statics.layout.axes) if axis in ("kv_heads", "dim", PACKED))
 
 
-def existing_layer(layer: jax.Array | None, statics: Statics, base: jax.Array) -> tuple[Any, Any]:
-    """Return ``(layer to use, whether there is such a layer)``; a traced layer may name none."""
-    if layer is None:
-        return statics.layer, True
-    exists = (layer[0] >= 0) & (layer[0] < base.shape[statics.layout.axes.index("layers")])
-    return jnp.where(exists, layer[0], 0).astype(jnp.int32), exists
-
-
-def clamp_position(position: jax.Array) -> jax.Array:
-    """Bring lengths or positions into 32 bits; no table reaches beyond 2**30."""
-    return jnp.clip(position, -MAX_POSITIONS, MAX_POSITIONS).astype(jnp.int32)
-
-
 def exp2(x: jax.Array) -> jax.Array:
     """Return ``2 ** x`` to one unit in the last place; XLA's own is off by up to six on the CPU."""
     whole = jnp.maximum(jnp.round(x), -200.0)  # -inf stays 0, NaN stays NaN
@@ -300,19 +290,16 @@ def merge(
         product = part.astype(jnp.float32) * weight[..., None]
         # A part of weight 0 adds nothing, whatever its memory holds.
         attention, total = attention + jnp.where(weight[..., None] == 0.0, 0.0, product), total + weight
-    factor = 1.0
-    if sinks is not None:
-        factor, top, total = add_sink(top, total, sinks.astype(jnp.float32)[None, :] * LOG2E)
-    normaliser = factor * jnp.where(total == 0.0, 0.0, 1.0 / total)
-    out = round_and_gate(attention * normaliser[..., None], gate, total == 0.0, out_dtype)
-    return out, jnp.where(total == 0.0, -jnp.inf, (top + jnp.log2(total)) / LOG2E)
+    return finish_rows(Sums(attention, top, total), sinks, gate, out_dtype)
 
 
 def append(operands: Append, *, statics: Statics, limit: float | None) -> tuple[jax.Array, ...]:
     """Write rows of keys and values into their slots by one scatter each."""
     rows = operands.slot_mapping.shape[0]
     block = operands.bases[0].shape[statics.layout.axes.index("block")]
-    layer, layer_exists = existing_layer(operands.layer, statics, operands.bases[0])
+    layer, layer_exists = statics.existing_layer(
+        None if operands.layer is None else operands.layer[0], operands.bases[0]
+    )
     position = operands.slot_mapping
     written = (position >= 0) & layer_exists
     # A slot outside the cache goes to a page that does not exist, and the scatter drops it.

@@ -1,13 +1,36 @@
-"""Checks of a plan that a caller chose: it serves the call, its backend and the device."""
+"""Which plan a call runs, as both frameworks decide it: plans remembered, and a caller's choice checked."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
 
 from swa_plan._device import DeviceProfile
 from swa_plan._plan import Plan
+from swa_plan._plan import plan as make_plan
 from swa_plan._problem import Problem
 from swa_plan._tiles import Tile, shared_bytes
+
+REMEMBERED_PLANS = 4096
+
+cached_plan = functools.lru_cache(maxsize=REMEMBERED_PLANS)(make_plan)
+"""``plan``, made once for each problem and device."""
+
+
+class SplitsAndPack(NamedTuple):
+    """What a caller of ``swa_decode_gated`` chose instead of a plan."""
+
+    splits: int
+    pack: int
+
+
+@functools.lru_cache(maxsize=REMEMBERED_PLANS)
+def plan_from_splits(problem: Problem, chosen: SplitsAndPack, kernel: str, device: DeviceProfile | None) -> Plan:
+    """Return the plan of ``swa_decode_gated``; its tile fits every GPU where ``device`` is none."""
+    profile = device if device is not None and device.capability else None
+    return replace(Plan.from_splits(problem, *chosen, device=profile), kernel=kernel)
 
 
 def check_chosen(

@@ -7,6 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+LEAST_CAPABILITY = 80
+"""What the kernels of both frameworks need."""
+
+FP8_CAPABILITY = 89
+"""Chips before sm_89 cannot convert fp8 e4m3 themselves; there the kernels take it as bits."""
+
 
 @dataclass(frozen=True)
 class DeviceProfile:

@@ -6,11 +6,11 @@ import torch
 
 from swa_plan import Plan
 from swa_plan._checks import check_integer
+from swa_plan._chosen import SplitsAndPack
 from swa_torch import _op  # noqa: F401  (defines the operators)
 from swa_torch._cache import Cache, cache_views
 from swa_torch._device import is_capturing
 from swa_torch._inputs import check_inputs
-from swa_torch._planning import SplitsAndPack
 from swa_torch._resolve import Options, Tensors, check_memory, resolve, resolve_traced
 
 

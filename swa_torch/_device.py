@@ -10,11 +10,10 @@ import sys
 import torch
 
 from swa_plan import DeviceProfile
+from swa_plan._device import LEAST_CAPABILITY
 
 BACKENDS = {"triton": "portable", "cpu": "ops", "interpret": "interpret"}
 """Backend names, and the plan's kernel that each one runs."""
-
-LEAST_CAPABILITY = 80
 
 
 @functools.lru_cache(maxsize=64)

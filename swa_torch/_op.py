@@ -10,11 +10,12 @@ from __future__ import annotations
 import torch
 
 from swa_plan import CacheLayout, Plan
+from swa_plan._chosen import SplitsAndPack
 from swa_torch import _ops
 from swa_torch._cache import layer_views
 from swa_torch._call import DecodeCall
 from swa_torch._device import choose_kernel, refuse_interpreted_bfloat16
-from swa_torch._planning import SplitsAndPack, parse_plan, problem_of, resolve_plan
+from swa_torch._planning import parse_plan, problem_of, resolve_plan
 from swa_torch._validate import (
     check_head_options,
     check_no_overlap,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
 from swa_plan import DeviceProfile, Plan, Problem
-from swa_plan import plan as make_plan
-from swa_plan._chosen import check_chosen, check_fits
+from swa_plan._chosen import (
+    REMEMBERED_PLANS,
+    SplitsAndPack,
+    cached_plan,
+    check_chosen,
+    check_fits,
+    plan_from_splits,
+)
 from swa_torch._cache import Cache, as_paged_cache
 from swa_torch._device import BACKENDS, choose_kernel, device_profile
 
@@ -23,8 +27,7 @@ DTYPE_NAMES = {
     torch.int8: "int8",
 }
 
-cached_plan = functools.lru_cache(maxsize=4096)(make_plan)
-parse_plan = functools.lru_cache(maxsize=4096)(Plan.from_json)
+parse_plan = functools.lru_cache(maxsize=REMEMBERED_PLANS)(Plan.from_json)
 
 
 def problem_of(
@@ -58,13 +61,6 @@ def problem_of(
     )
 
 
-class SplitsAndPack(NamedTuple):
-    """What a caller of ``swa_decode_gated`` chose instead of a plan."""
-
-    splits: int
-    pack: int
-
-
 def resolve_plan(
     problem: Problem,
     device: torch.device,
@@ -82,18 +78,11 @@ def resolve_plan(
             problem, device_profile(device), kernel=choose_kernel(device, backend), batch_invariant=batch_invariant
         )
     if isinstance(plan, SplitsAndPack):
-        return plan_from_splits(problem, *plan, choose_kernel(device, backend), device_profile(device))
+        return plan_from_splits(problem, plan, choose_kernel(device, backend), device_profile(device))
     check_chosen(plan, problem, backend=backend, backends=BACKENDS, batch_invariant=batch_invariant)
     choose_kernel(device, {kernel: name for name, kernel in BACKENDS.items()}[plan.kernel])
     check_fits(plan, device_profile(device))
     return plan
-
-
-@functools.lru_cache(maxsize=4096)
-def plan_from_splits(problem: Problem, splits: int, pack: int, kernel: str, device: DeviceProfile) -> Plan:
-    """Return the plan of ``swa_decode_gated``."""
-    profile = device if device.capability else None
-    return replace(Plan.from_splits(problem, splits, pack, device=profile), kernel=kernel)
 
 
 def plan_for(

@@ -12,10 +12,11 @@ import torch
 
 from swa_plan import Plan
 from swa_plan._checks import check_integer, check_real, check_softcap, check_window
+from swa_plan._chosen import SplitsAndPack
 from swa_plan._problem import MAX_POSITIONS
 from swa_torch import _op
 from swa_torch._device import refuse_interpreted_bfloat16
-from swa_torch._planning import SplitsAndPack, problem_of, resolve_plan
+from swa_torch._planning import problem_of, resolve_plan
 from swa_torch._validate import (
     check_alignment,
     check_head_options,

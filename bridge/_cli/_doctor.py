@@ -16,7 +16,7 @@ from rich.table import Table
 
 from bridge._cli import _doctor_jax
 from bridge._cli._console import print_json, stdout
-from bridge._cli._frameworks import LEAST_CAPABILITY
+from swa_plan._device import LEAST_CAPABILITY
 
 DISTRIBUTIONS = ("swa-decode", "numpy", "ml_dtypes", "torch", "triton", "jax", "jaxlib", "typer", "rich", "matplotlib")
 

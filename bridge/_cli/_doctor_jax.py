@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from bridge._cli import _frameworks
-from bridge._cli._frameworks import LEAST_CAPABILITY
+from swa_plan._device import LEAST_CAPABILITY
 
 TESTED = ("0.10.2", "0.11.2", "0.12.0.1")
 """Versions of JAX that the tests run with."""
@@ -134,10 +134,11 @@ def _newer(version: str, newest: str) -> str:
 
 
 def _describe(device: Any, is_cuda: bool) -> dict[str, Any]:
-    capability = int(str(device.compute_capability).replace(".", "")) if is_cuda else None
+    from swa_pallas._device import capability_of
+
     return {
         "platform": device.platform,
         "name": device.device_kind,
-        "capability": capability,
+        "capability": capability_of(device) if is_cuda else None,
         "num_sms": device.core_count if is_cuda else None,
     }

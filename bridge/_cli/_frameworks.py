@@ -24,9 +24,6 @@ PACKAGES = {"torch": "swa_torch", "jax": "swa_pallas"}
 BACKENDS = (AUTO, *(name for names in KERNELS.values() for name in names))
 HELP = "auto, triton, cpu, interpret (PyTorch), pallas_triton or xla (JAX)"
 
-LEAST_CAPABILITY = 80
-"""What the kernels of both packages need."""
-
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 
 

@@ -1,4 +1,4 @@
-"""Where a key or value lies in the cache's base: index maps of a layout, and lengths brought into 32 bits."""
+"""Where a key or value lies in the cache's base, and numbers that may be operands."""
 
 from __future__ import annotations
 
@@ -6,17 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from swa_pallas._call import Statics
 from swa_pallas._pallas._backend import load_one
 from swa_plan._layout import PACKED
-from swa_plan._problem import MAX_POSITIONS
-
-
-def clamp_position(position: jax.Array) -> jax.Array:
-    """Bring a length or position into 32 bits; no table reaches beyond 2**30."""
-    return jnp.clip(position, -MAX_POSITIONS, MAX_POSITIONS).astype(jnp.int32)
 
 
 def load_number(reference: Any, number: float, position: jax.Array | int = 0) -> Any:
@@ -39,12 +32,3 @@ def cache_index(
         return tuple({**by_axis, **last}[axis] for axis in statics.layout.axes)
 
     return index
-
-
-def existing_layer(reference: Any, statics: Statics, base: Any) -> tuple[Any, Any]:
-    """Return ``(layer to use, whether there is such a layer)``; a traced layer may name none."""
-    if reference is None:
-        return statics.layer, True
-    layer = load_one(reference, 0)
-    exists = (layer >= 0) & (layer < base.shape[statics.layout.axes.index("layers")])
-    return jnp.where(exists, layer, 0).astype(jnp.int32), exists

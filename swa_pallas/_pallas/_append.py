@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from swa_pallas._call import Append, Statics
-from swa_pallas._pallas._addressing import cache_index, existing_layer, load_number
+from swa_pallas._pallas._addressing import cache_index, load_number
 from swa_pallas._pallas._backend import divide, load, load_one, program_id, store
 from swa_pallas._pallas._pieces import arange
 from swa_plan._shapes import next_power_of_two
@@ -52,7 +52,8 @@ def swa_append(
     head = program_id(1)
     block = operands.bases[0].shape[statics.layout.axes.index("block")]
     position = load_one(operands.slot_mapping, row)
-    layer, layer_exists = existing_layer(operands.layer, statics, bases[0])
+    given_layer = None if operands.layer is None else load_one(operands.layer, 0)
+    layer, layer_exists = statics.existing_layer(given_layer, bases[0])
     slots = statics.pages * block
     written = (position >= 0) & layer_exists
     if slots <= jnp.iinfo(position.dtype).max:

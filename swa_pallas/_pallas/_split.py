@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from swa_pallas._call import Operands, Statics
-from swa_pallas._pallas._addressing import cache_index, clamp_position, existing_layer, load_number
+from swa_pallas._call import Operands, Statics, clamp_position
+from swa_pallas._pallas._addressing import cache_index, load_number
 from swa_pallas._pallas._backend import load, load_one, program_id, store
 from swa_pallas._pallas._pieces import (
     LN2,
@@ -157,7 +157,8 @@ def swa_decode_split(
     if softcap is None:
         qk_scale = qk_scale * LOG2E
     qk_scale = jnp.asarray(qk_scale, jnp.float32)
-    layer, layer_exists = existing_layer(operands.layer, statics, operands.bases[0])
+    given_layer = None if operands.layer is None else load_one(operands.layer, 0)
+    layer, layer_exists = statics.existing_layer(given_layer, operands.bases[0])
 
     def attend_tile(
         i: jax.Array, carry: tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]

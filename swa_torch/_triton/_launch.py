@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from swa_plan._device import FP8_CAPABILITY
 from swa_plan._shapes import head_pieces, next_power_of_two
 from swa_torch._call import DecodeCall
 from swa_torch._device import device_profile, interpreter_is_on
@@ -23,9 +24,6 @@ PDL_CAPABILITY = 90
 PAIR_FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
 LEAST_PAIRED_PIECE = 32
 """Narrower pieces would leave the tensor cores less than 16 columns."""
-
-FP8_CAPABILITY = 89
-"""Chips before sm_89 cannot convert fp8 themselves; there the kernels take e4m3 as bits."""
 
 
 def device_guard(device: torch.device) -> contextlib.AbstractContextManager[Any]:

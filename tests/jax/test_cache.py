@@ -10,10 +10,9 @@ from jax.sharding import PartitionSpec as P
 from swa_pallas import PagedCache, append, cache_specs, swa_decode
 from swa_plan import CacheLayout, reference
 from swa_plan._dtypes import numpy_dtype
+from tests.contract.appends import BLOCK, DIM, KV_HEADS, PAGES, SLOTS, make_bases, make_rows
 from tests.jax.helpers import ALL_LAYOUTS, BACKENDS, LAYERED, LAYERS, LAYOUTS, make_cache, same_bits, specs
 
-PAGES, BLOCK, KV_HEADS, DIM = 5, 4, 2, 32
-SLOTS = PAGES * BLOCK
 PAIR, PACKED = LAYOUTS[0], LAYOUTS[4]
 QUANTISED = ("float8_e4m3fn", "float8_e5m2", "int8")
 DTYPES = ("float32", "float16", "bfloat16")
@@ -151,25 +150,6 @@ def test_it_says_what_it_is():
 # --- append ---
 
 backends = pytest.mark.parametrize("backend", BACKENDS)
-
-
-def make_bases(layout, dtype, *, k_dim=DIM, v_dim=DIM, seed=0):
-    """Return NumPy bases with every slot filled."""
-    parsed = CacheLayout.parse(layout)
-    shapes = parsed.shape(
-        pages=PAGES, block=BLOCK, kv_heads=KV_HEADS, k_dim=k_dim, v_dim=v_dim,
-        layers=LAYERS if parsed.has_layers else None,
-    )  # fmt: skip
-    rng = np.random.default_rng(seed)
-    return tuple((8 * rng.standard_normal(shape, np.float32)).astype(numpy_dtype(dtype)) for shape in shapes)
-
-
-def make_rows(dtype, rows=6, *, k_dim=DIM, v_dim=DIM, seed=1):
-    rng = np.random.default_rng(seed)
-    return tuple(
-        (4 * rng.standard_normal((rows, KV_HEADS, dim), np.float32)).astype(numpy_dtype(dtype))
-        for dim in (k_dim, v_dim)
-    )
 
 
 def difference(actual, expected, *, any_nan=False):

@@ -9,13 +9,11 @@ import swa_torch
 from swa_plan import CacheLayout, reference
 from swa_plan._dtypes import numpy_dtype
 from swa_torch import PagedCache
+from tests.contract.appends import BLOCK, DIM, KV_HEADS, PAGES, SLOTS, make_bases, make_rows
 from tests.contract.backends import same_bits
 from tests.contract.torch_runner import BACKENDS, device_of, to_numpy, to_torch
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
-
-PAGES, BLOCK, KV_HEADS, DIM = 5, 4, 2, 32
-SLOTS = PAGES * BLOCK
 
 LAYOUTS = {
     "pages block kv_heads dim": None,
@@ -29,25 +27,6 @@ LAYOUTS = {
     "layers kv pages block kv_heads dim": 1,
 }
 QUANTISED = ("float8_e4m3fn", "float8_e5m2", "int8")
-
-
-def make_bases(layout, dtype, *, k_dim=DIM, v_dim=DIM, layers=3, seed=0):
-    """Return NumPy bases with every slot filled."""
-    parsed = CacheLayout.parse(layout)
-    shapes = parsed.shape(
-        pages=PAGES, block=BLOCK, kv_heads=KV_HEADS, k_dim=k_dim, v_dim=v_dim,
-        layers=layers if parsed.has_layers else None,
-    )  # fmt: skip
-    rng = np.random.default_rng(seed)
-    return tuple((8 * rng.standard_normal(shape, np.float32)).astype(numpy_dtype(dtype)) for shape in shapes)
-
-
-def make_rows(dtype, rows=6, *, k_dim=DIM, v_dim=DIM, seed=1):
-    rng = np.random.default_rng(seed)
-    return tuple(
-        (4 * rng.standard_normal((rows, KV_HEADS, dim), np.float32)).astype(numpy_dtype(dtype))
-        for dim in (k_dim, v_dim)
-    )
 
 
 def check(backend, layout, bases, key, value, slots, *, k_dim=DIM, v_dim=DIM, layer=None, **scales):

@@ -7,8 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from swa_plan import DeviceProfile
+from swa_plan._chosen import cached_plan
 from swa_torch import PagedCache, Plan, plan_for, swa_decode
-from swa_torch._planning import cached_plan
 from tests.contract.backends import INTERPRETED
 from tests.torch.helpers import make_step, same_bits
 

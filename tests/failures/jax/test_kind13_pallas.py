@@ -12,10 +12,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import swa_pallas
-from swa_plan import reference, tolerance
+from swa_plan import tolerance
 from tests.contract.backends import plan_for, run, same_bits
 from tests.contract.jax_runner import BACKENDS, HAS_GPU, arguments, device_of, name_of, to_array, to_numpy
-from tests.failures.probes import KV_HEADS, decode, step
+from tests.failures.probes import decode, step
 
 NEEDS_JAX_GPU = pytest.mark.skipif(not HAS_GPU, reason="JAX sees no CUDA device")
 
@@ -226,13 +226,6 @@ def precision(request: pytest.FixtureRequest) -> Iterator[None]:
     """Set JAX's global precision of products; put it back afterwards."""
     with jax.default_matmul_precision(request.param):
         yield
-
-
-@pytest.fixture(scope="module")
-def fp32_step():
-    """Return a step of 600 keys and its float64 result."""
-    inputs = step((600,), dtype="float32", kv_heads=min(KV_HEADS, 2))
-    return inputs, reference.swa_decode(*inputs.arrays(), window=512)
 
 
 @pytest.mark.usefixtures("precision")

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import swa_torch
-from swa_plan import reference, tolerance
+from swa_plan import tolerance
 from tests.contract.backends import plan_for
 from tests.contract.torch_runner import BACKENDS
-from tests.failures.probes import KV_HEADS, decode, step
+from tests.failures.probes import decode
 
 
 @pytest.mark.gpu
@@ -77,13 +77,6 @@ def switch(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_float32_matmul_precision("highest")
     for backend, precision in zip(backends, before, strict=True):
         backend.fp32_precision = precision
-
-
-@pytest.fixture(scope="module")
-def fp32_step():
-    """Return a step of 600 keys and its float64 result."""
-    inputs = step((600,), dtype="float32", kv_heads=min(KV_HEADS, 2))
-    return inputs, reference.swa_decode(*inputs.arrays(), window=512)
 
 
 @pytest.mark.usefixtures("switch")
