@@ -11,3 +11,13 @@ def _cpu(request):
         return
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         yield
+
+
+@pytest.fixture
+def cuda_lowering(_cpu):
+    """Where there is a GPU, make it the default device: that is where JAX looks for what a kernel is lowered for."""
+    if jax.default_backend() != "gpu":
+        yield
+        return
+    with jax.default_device(jax.local_devices(backend="cuda")[0]):
+        yield

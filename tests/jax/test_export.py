@@ -28,6 +28,7 @@ def one_layer(query, cache, table, lens, layer, plan=None):
     return cache, *swa_decode(query, cache, table, lens, window=WINDOW, layer=layer, plan=plan, return_lse=True)
 
 
+@pytest.mark.usefixtures("cuda_lowering")
 def test_a_plan_for_a_named_device_exports_for_cuda():
     step = step_of_layers()
     plan = plan_for(*step[:3], window=WINDOW, device=DeviceProfile.named("h200"))
@@ -46,6 +47,7 @@ def test_a_plan_for_a_named_device_exports_for_cuda():
         loaded.call(*step, jnp.int32(0))
 
 
+@pytest.mark.usefixtures("cuda_lowering")
 def test_saving_triton_needs_the_callers_consent():
     """JAX promises nothing about old Triton calls in new versions; whoever saves one says so."""
     step = make_step(dtype="bfloat16", k_dim=64, v_dim=64)
@@ -55,6 +57,7 @@ def test_saving_triton_needs_the_callers_consent():
         export.export(jitted, platforms=("cuda",))(*specs(step))
 
 
+@pytest.mark.usefixtures("cuda_lowering")
 def test_an_abstract_device_exports_for_cuda_without_a_plan():
     step = make_step(dtype="bfloat16", k_dim=64, v_dim=64)
     jitted = jax.jit(lambda *step: swa_decode(*step, window=WINDOW))
@@ -95,6 +98,7 @@ def test_an_unknown_device_says_how_to_plan():
         swa_decode(*step, window=WINDOW, backend="pallas_triton")
 
 
+@pytest.mark.usefixtures("cuda_lowering")
 def test_append_and_merge_export_for_a_gpu_that_nobody_knows():
     """They compile alike for every GPU."""
     step = make_step(dtype="bfloat16", k_dim=64, v_dim=64)

@@ -52,6 +52,7 @@ def operations_on(text, shape, dtype):
     return names - {"return", "call"}
 
 
+@pytest.mark.usefixtures("cuda_lowering")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
 def test_the_kernel_takes_the_parameter_itself(layout, dtype):
@@ -62,6 +63,7 @@ def test_the_kernel_takes_the_parameter_itself(layout, dtype):
     assert text.count(f"@{TRITON_CALL}") == 1
 
 
+@pytest.mark.usefixtures("cuda_lowering")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
 def test_append_writes_into_the_parameter_itself(layout, dtype):
@@ -77,12 +79,14 @@ def test_append_writes_into_the_parameter_itself(layout, dtype):
     assert call.count("output_operand_alias<") == len(cache.bases)
 
 
+@pytest.mark.usefixtures("cuda_lowering")
 def test_split_and_combine_are_two_kernels():
     step = make_step((400,), max_blocks=32, dtype="bfloat16", k_dim=192, v_dim=192)
     text = lower_for_cuda(lambda step: swa_decode(*step, window=None), step)
     assert text.count(f"@{TRITON_CALL}") == 2
 
 
+@pytest.mark.usefixtures("cuda_lowering")
 def test_a_sliced_cache_is_noticed():
     """The checks above would notice: a layer that is cut out of the base is not the parameter."""
     step = make_step(layout="layers pages block kv_heads dim", dtype="bfloat16", k_dim=64, v_dim=64)
