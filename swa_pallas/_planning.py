@@ -11,6 +11,8 @@ from swa_plan import DeviceProfile, Plan, Problem
 from swa_plan._chosen import SplitsAndPack, cached_plan, check_chosen, check_fits, plan_from_splits
 
 CPU = DeviceProfile.named("cpu")
+DEPENDENT_LAUNCH = False
+"""XLA has none (jax 0.11.2; ``--xla_gpu_enable_pdl`` changes nothing for these kernels)."""
 
 
 class Route(NamedTuple):
@@ -74,7 +76,7 @@ def route(problem: Problem, plan: Plan | SplitsAndPack | None, backend: str | No
     else:
 
         def planned(kernel: str, profile: DeviceProfile | None) -> Plan:
-            return cached_plan(problem, profile or CPU, kernel=kernel, batch_invariant=batch_invariant)
+            return _planned(problem, profile or CPU, kernel, batch_invariant)
 
     if backend in ("xla", "interpret"):
         only = planned(BACKENDS[backend], None)
@@ -89,6 +91,13 @@ def route(problem: Problem, plan: Plan | SplitsAndPack | None, backend: str | No
             )
         return Route(backend, portable, portable)
     return Route(None, portable, planned("ops", None))
+
+
+def _planned(problem: Problem, profile: DeviceProfile, kernel: str | None, batch_invariant: bool) -> Plan:
+    """Return the planner's plan for kernels that XLA launches: each waits for the one before."""
+    return cached_plan(
+        problem, profile, kernel=kernel, batch_invariant=batch_invariant, dependent_launch=DEPENDENT_LAUNCH
+    )
 
 
 def plan_for(
@@ -137,6 +146,6 @@ def plan_for(
     if device is not None:
         check_backend(backend)
         kernel = None if backend is None else BACKENDS[backend]
-        return cached_plan(problem, device, kernel=kernel, batch_invariant=batch_invariant)
+        return _planned(problem, device, kernel, batch_invariant)
     chosen = route(problem, None, backend, batch_invariant)
     return chosen.cuda if chosen.cuda is not None and (backend is not None or runs_on_gpu()) else chosen.other

@@ -201,7 +201,14 @@ class Plan:
         return "\n".join(lines)
 
 
-def plan(problem: Problem, device: DeviceProfile, *, kernel: str | None = None, batch_invariant: bool = False) -> Plan:
+def plan(
+    problem: Problem,
+    device: DeviceProfile,
+    *,
+    kernel: str | None = None,
+    batch_invariant: bool = False,
+    dependent_launch: bool = True,
+) -> Plan:
     """Choose a plan from shapes alone.
 
     Args:
@@ -210,6 +217,8 @@ def plan(problem: Problem, device: DeviceProfile, *, kernel: str | None = None, 
         kernel: ``portable``, ``ops`` or ``interpret``; None takes ``portable`` on a GPU and ``ops`` on a CPU.
         batch_invariant: choose from (row bound, heads, dims, dtype, window, table width) alone, so that a request's
             bits do not depend on the batch it is in.
+        dependent_launch: whether a kernel starts while the one before it ends, as Triton's do (CUDA's programmatic
+            dependent launch) and XLA's do not. A batch-invariant plan is the same for both.
 
     Returns:
         The plan. Algorithm: split-KV decoding (Dao et al., "Flash-Decoding", 2023), splitting the live window only.
@@ -227,8 +236,9 @@ def plan(problem: Problem, device: DeviceProfile, *, kernel: str | None = None, 
     if batch_invariant:
         return _invariant_plan(problem, profile, kernel, device.name)
     pack = _choose_pack(problem, profile)
-    splits = _choose_splits(problem, pack, profile)
-    return Plan(problem, kernel, pack, splits, *choose_tile(problem, pack, splits, profile), device=device.name)
+    splits = _choose_splits(problem, pack, profile, dependent_launch)
+    tile = choose_tile(problem, pack, splits, profile, dependent_launch=dependent_launch)
+    return Plan(problem, kernel, pack, splits, *tile, device=device.name)
 
 
 def _choose_pack(problem: Problem, device: DeviceProfile) -> int:
@@ -244,13 +254,20 @@ def _choose_pack(problem: Problem, device: DeviceProfile) -> int:
     return packed if 4 * programs >= device.num_sms else 1
 
 
-def _choose_splits(problem: Problem, pack: int, device: DeviceProfile) -> int:
-    """Split until the programs fill two to four waves, into even chunks wide enough to pay for their partials."""
+def _choose_splits(problem: Problem, pack: int, device: DeviceProfile, dependent_launch: bool) -> int:
+    """Split until the programs fill two to four waves, into even chunks wide enough to pay for their partials.
+
+    Where a launch waits for the one before, a program's start is not hidden: programs that all run at once then take
+    half as many keys each (H200, 8 programs: 6.15 us against 6.8).
+    """
     programs = problem.max_requests * ceil_div(problem.query_len, pack) * problem.kv_heads
     programs *= problem.head_tiles
     tall = pack * problem.group > 32
     keys = problem.row_keys + pack - 1
     wide = keys >= 2 * _WIDE_GRANULE and not problem.quantised
+    one_wave = programs * ceil_div(keys, _NARROW_GRANULE) <= device.num_sms
+    if one_wave and not dependent_launch:
+        wide = False
     granule = _TALL_GRANULE if tall else _WIDE_GRANULE if wide else _NARROW_GRANULE
     chunks = max(1, ceil_div(keys, granule))
     waves = 4 if problem.quantised else 3 if tall else 2

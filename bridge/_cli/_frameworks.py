@@ -62,6 +62,11 @@ def backends_of(kernel: str, backend: str) -> dict[str, str]:
     }
 
 
+def dependent_launch(backend: str) -> bool:
+    """Tell whether a backend's kernels start while the ones before them end: XLA's never do."""
+    return framework_of(backend) != "jax"
+
+
 def installed(framework: str) -> bool:
     """Tell whether a framework can be imported."""
     return find_spec(framework) is not None

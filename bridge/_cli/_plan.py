@@ -69,17 +69,32 @@ def plan_command(
         profile = _profile(device, kernel)
         if kernel == "portable" and not profile.capability:
             raise ValueError(f"--backend {backend} needs a GPU, got --device {device}")
-        chosen = plan(problem, profile, kernel=kernel, batch_invariant=batch_invariant)
+        planned = {
+            launch: plan(problem, profile, kernel=kernel, batch_invariant=batch_invariant, dependent_launch=launch)
+            for launch in (True, False)
+        }
+        chosen = planned[_frameworks.dependent_launch(backend)]
         lengths = _lengths(seq_lens, problem)
     num_sms = profile.num_sms if profile.capability else DeviceProfile.named(FALLBACK_DEVICE).num_sms
     original = swa_decode_plan(
         batch * shape.query_len, shape.kv_heads, problem.group, shape.query_len, num_sms, shape.window
     )
-    backends = _frameworks.backends_of(chosen.kernel, backend)
+    backends = {
+        package: name
+        for package, name in _frameworks.backends_of(chosen.kernel, backend).items()
+        if planned[_frameworks.dependent_launch(name)] == chosen
+    }
     if json:
         print_json({"backends": backends, **_as_json(chosen, original, lengths)})
     else:
         _print(chosen, original, lengths, backends, stdout())
+        if _frameworks.framework_of(backend) is None and "swa_pallas" not in backends:
+            other = planned[False]
+            stdout().print(
+                f"\nXLA launches each kernel after the one before has ended: --backend pallas_triton plans splits "
+                f"{other.splits}, tile {other.tile}, {other.warps} warps, {other.stages} stages",
+                markup=False, highlight=False, soft_wrap=True,
+            )  # fmt: skip
 
 
 def _profile(device: str, kernel: str | None) -> DeviceProfile:

@@ -82,7 +82,13 @@ def test_no_line_is_wider_than_the_terminal(monkeypatch):
 @pytest.mark.parametrize(
     "arguments, kernel, device, backends",
     [
-        (["--device", "h200"], "portable", "h200", {"swa_torch": "triton", "swa_pallas": "pallas_triton"}),
+        (
+            ["--device", "h200", "--batch", "32"],
+            "portable",
+            "h200",
+            {"swa_torch": "triton", "swa_pallas": "pallas_triton"},
+        ),
+        (["--device", "h200", "--batch", "1"], "portable", "h200", {"swa_torch": "triton"}),
         (["--device", "cpu"], "ops", "cpu", {"swa_torch": "cpu", "swa_pallas": "xla"}),
         (["--device", "a100", "--backend", "triton"], "portable", "a100", {"swa_torch": "triton"}),
         (["--device", "a100", "--backend", "pallas_triton"], "portable", "a100", {"swa_pallas": "pallas_triton"}),
@@ -99,9 +105,15 @@ def test_a_backend_of_either_framework(arguments, kernel, device, backends):
 
 
 def test_the_backends_of_a_plan_are_shown():
-    assert (
-        "run by backend 'triton' of swa_torch, backend 'pallas_triton' of swa_pallas" in swa("--device", "h200").stdout
-    )
+    shown = swa("--device", "h200", "--batch", "32").stdout
+    assert "run by backend 'triton' of swa_torch, backend 'pallas_triton' of swa_pallas" in shown
+    assert "pallas_triton plans" not in shown
+
+
+def test_a_plan_for_launches_that_wait_is_told():
+    shown = swa("--device", "h200", "--batch", "1").stdout
+    assert "run by backend 'triton' of swa_torch\n" in shown
+    assert "pallas_triton plans splits 8, tile 64, 4 warps, 3 stages" in shown
 
 
 @pytest.mark.parametrize("name", ["xla", "pallas_triton"])

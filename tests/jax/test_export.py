@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import export
 
@@ -43,8 +44,13 @@ def test_a_plan_for_a_named_device_exports_for_cuda():
     assert cache.layout == step.cache.layout
     assert (cache.bases[0].shape, cache.bases[0].dtype) == (step.cache.bases[0].shape, jnp.bfloat16)
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == ((4, 4, 64), jnp.bfloat16, (4, 4), jnp.float32)
-    with pytest.raises(ValueError, match="cuda"):
-        loaded.call(*step, jnp.int32(0))
+    if jax.default_backend() == "gpu":
+        expected = jitted(*step, jnp.int32(0))
+        called = loaded.call(*step, jnp.int32(0))
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(called), jax.tree.leaves(expected))
+    else:
+        with pytest.raises(ValueError, match="cuda"):
+            loaded.call(*step, jnp.int32(0))
 
 
 @pytest.mark.usefixtures("cuda_lowering")

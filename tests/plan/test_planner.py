@@ -323,6 +323,23 @@ def test_a_chunk_is_whole_tiles():
         replace(plan(PROBLEM, DeviceProfile.named("h200"), batch_invariant=True), tile=32, chunk=40)
 
 
+def test_launches_that_wait_want_other_tiles():
+    """Shapes and figures of an H200: half as many keys a program in one wave, no wide tile in a loop."""
+    h200 = DeviceProfile.named("h200")
+
+    def both(requests, kv_heads, group, **options):
+        problem = Problem(requests, kv_heads * group, kv_heads, 192, 192, 512, 64, 32)
+        plans = [plan(problem, h200, dependent_launch=launch, **options) for launch in (True, False)]
+        return [(each.splits, each.tile, each.warps, each.stages) for each in plans]
+
+    assert both(8, 1, 16) == [(4, 128, 4, 2), (8, 64, 4, 3)]
+    assert both(32, 1, 16) == [(4, 128, 4, 2), (4, 128, 4, 2)]
+    assert both(16, 8, 8) == [(2, 128, 4, 2), (2, 64, 4, 3)]
+    assert both(256, 8, 8) == [(1, 16, 2, 4), (1, 16, 2, 4)]
+    invariant, same = both(16, 8, 8, batch_invariant=True)
+    assert invariant == same
+
+
 def test_kernels_go_with_devices():
     gpu, cpu = DeviceProfile.named("h200"), DeviceProfile.named("cpu")
     assert plan(PROBLEM, gpu).kernel == "portable"
