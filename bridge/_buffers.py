@@ -1,0 +1,113 @@
+"""A session's buffers: each tree once as torch sees it, and as flat arrays and a structure for JAX."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import torch
+from jax import dlpack
+
+import swa_pallas
+import swa_torch
+from bridge._exchange import check_tensor, to_torch
+
+_CACHES = (swa_torch.PagedCache, swa_pallas.PagedCache)
+
+
+@dataclass
+class Buffer:
+    """One registered name.
+
+    Attributes:
+        name: as registered.
+        tree: the buffer in torch: tensors and ``swa_torch.PagedCache``s in the caller's structure.
+        tensors: its tensors, in the order of ``arrays``.
+        structure: how JAX puts arrays in that order together.
+        arrays: JAX's views of the tensors; a step that updates the buffer replaces them.
+    """
+
+    name: str
+    tree: Any
+    tensors: list[torch.Tensor]
+    structure: Any
+    arrays: list[jax.Array] = field(default_factory=list)
+
+    def view(self) -> None:
+        """Import every tensor anew."""
+        self.arrays = [dlpack.from_dlpack(tensor, copy=False) for tensor in self.tensors]
+
+
+def register(buffers: Mapping[str, Any]) -> dict[str, Buffer]:
+    """Return the buffers by name, checked; JAX's views are made later.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as ``to_jax`` and ``to_torch``; or two buffers overlap.
+    """
+    if not isinstance(buffers, Mapping):
+        raise TypeError(f"buffers must map names to tensors, arrays or caches, got {type(buffers).__name__}")
+    registered = {}
+    for name, tree in buffers.items():
+        if not isinstance(name, str):
+            raise TypeError(f"buffers must have strings for names, got {name!r}")
+        registered[name] = _register(name, tree)
+    _check_apart([(buffer.name, tensor) for buffer in registered.values() for tensor in buffer.tensors])
+    return registered
+
+
+def _register(name: str, tree: Any) -> Buffer:
+    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda leaf: isinstance(leaf, _CACHES))
+    if not leaves:
+        raise ValueError(f"buffers[{name!r}] must hold at least one tensor or array, got {tree!r}")
+    ours = [_in_torch(f"buffers[{name!r}]", leaf) for leaf in leaves]
+    tensors = [tensor for leaf in ours for tensor in _tensors_of(leaf)]
+    for tensor in tensors:
+        check_tensor(f"buffers[{name!r}]", tensor)
+    # Only the structure is wanted: PagedCaches of JAX with any arrays of the right shape in them.
+    likeness = jax.tree.unflatten(structure, [_likeness(leaf) for leaf in ours])
+    return Buffer(name, jax.tree.unflatten(structure, ours), tensors, jax.tree.structure(likeness))
+
+
+def _in_torch(name: str, leaf: Any) -> Any:
+    """Return a leaf as torch's; JAX's memory is exported."""
+    if isinstance(leaf, (jax.Array, swa_pallas.PagedCache)):
+        return to_torch(leaf)
+    if isinstance(leaf, (torch.Tensor, swa_torch.PagedCache)):
+        return leaf
+    raise TypeError(f"{name} must hold tensors, arrays and PagedCaches only, got {type(leaf).__name__}")
+
+
+def _tensors_of(leaf: Any) -> tuple[torch.Tensor, ...]:
+    return leaf.bases if isinstance(leaf, swa_torch.PagedCache) else (leaf,)
+
+
+def _likeness(leaf: Any) -> Any:
+    def spec(tensor: torch.Tensor) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+    if not isinstance(leaf, swa_torch.PagedCache):
+        return spec(leaf)
+    bases = tuple(spec(base) for base in leaf.bases)
+    return swa_pallas.PagedCache(
+        bases if len(bases) == 2 else bases[0],  # type: ignore[arg-type]
+        leaf.layout,
+        k_dim=leaf.k_dim,
+        v_dim=leaf.v_dim,
+    )
+
+
+def _check_apart(named: list[tuple[str, torch.Tensor]]) -> None:
+    """Check that no two tensors overlap: JAX would be given one memory twice, once perhaps to write."""
+    spans = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size(), name)
+        for name, tensor in named
+        if tensor.numel()
+    )
+    for (_, end, first), (start, _, second) in itertools.pairwise(spans):
+        if start < end:
+            raise ValueError(
+                f"buffers must not share memory with each other, got {first!r} and {second!r} that overlap"
+            )
