@@ -1,7 +1,7 @@
 # Everything a machine without a GPU needs. `make demo` and `make test` work on a fresh clone with no environment:
 # the first of them builds .venv, and later ones reuse it until pyproject.toml or this file changes.
 #
-#   make demo                      replay the bundled request trace
+#   make demo                      replay the bundled request trace on one cache of PyTorch and JAX
 #   make demo TRACE=trace.csv      replay another; more options with ARGS='--model gpt-oss --steps 50'
 #   make test                      lint, then every test; those that need a GPU skip where there is none
 #   make test-jax                  the tests that need no PyTorch, with the JAX versions that need Python 3.12
@@ -82,7 +82,7 @@ $(VENV)-jax-%/.ready: pyproject.toml Makefile
 	@touch $@
 
 demo: $(READY)
-	@$(BIN)/swa replay $(if $(TRACE),"$(TRACE)") $(ARGS)
+	@$(BIN)/swa replay --backend $(if $(JAX),crossed,auto) $(if $(TRACE),"$(TRACE)") $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -24,6 +24,11 @@ PACKAGES = {"torch": "swa_torch", "jax": "swa_pallas"}
 BACKENDS = (AUTO, *(name for names in KERNELS.values() for name in names))
 HELP = "auto, triton, cpu, interpret (PyTorch), pallas_triton or xla (JAX)"
 
+CROSSED = "crossed"
+"""Both frameworks on one cache, which only a replay does; it stands for backend and framework."""
+
+REPLAY_HELP = f"{HELP}, or crossed (both in turn, on one cache)"
+
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 
 
@@ -73,11 +78,24 @@ def installed(framework: str) -> bool:
 
 
 def require(backend: str) -> str:
-    """Return the framework that runs a backend; for ``auto``, torch where it is installed, else JAX.
+    """Return the framework that runs a replay's backend; for ``auto``, torch where it is installed, else JAX.
+
+    Returns:
+        ``torch``, ``jax``, or ``crossed`` for both.
 
     Raises:
-        ValueError: no such backend, or its framework is not installed.
+        ValueError: no such backend, or a framework of it is not installed.
     """
+    if backend == CROSSED:
+        missing = [name for name in KERNELS if not installed(name)]
+        if missing:
+            raise ValueError(
+                f"--backend crossed needs torch and jax, and {' and '.join(missing)} cannot be imported: "
+                f"pip install 'swa-decode[{','.join(missing)}]'"
+            )
+        return CROSSED
+    if backend not in BACKENDS:
+        raise ValueError(f"--backend must be {REPLAY_HELP}, got {backend!r}")
     framework = framework_of(backend)
     if framework is None:
         found = next((name for name in KERNELS if installed(name)), None)

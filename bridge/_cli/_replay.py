@@ -17,7 +17,7 @@ from bridge._replay import Engine, Geometry, ReplayConfig, Runner, bundled_trace
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bridge._replay import Request
+    from bridge._replay import ReplayResult, Request
 
 DEFAULT_LAYOUT = "pages kv_heads block (kv dim)"
 DEFAULT_STEPS = 800
@@ -42,7 +42,8 @@ def replay(
         str,
         typer.Option(
             metavar="NAME",
-            help=f"{_frameworks.HELP}; auto: PyTorch where it is installed, else JAX, and the GPU where there is one.",
+            help=f"{_frameworks.REPLAY_HELP}; auto: PyTorch where it is installed, else JAX; "
+            "the GPU where there is one.",
         ),
     ] = _frameworks.AUTO,
     max_batch: Annotated[int, typer.Option(metavar="N", min=1, help="Most requests that run at once.")] = 16,
@@ -62,8 +63,18 @@ def replay(
     ] = None,
     k_scale: Annotated[float | None, typer.Option(help="Scale of stored keys, quantised caches only.")] = None,
     v_scale: Annotated[float | None, typer.Option(help="Scale of stored values, quantised caches only.")] = None,
-    check_every: Annotated[int, typer.Option(metavar="N", min=0, help="Check every N steps; 0: never.")] = 10,
-    check_requests: Annotated[int, typer.Option(metavar="N", min=0, help="Requests compared in a checked step.")] = 2,
+    check_every: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=0, help="Check every N steps; 0: never (default: 10; crossed: 9, for turns of both)."
+        ),
+    ] = None,
+    check_requests: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=0, help="Requests compared in a checked step (default: 2; crossed: 1, decoded by both)."
+        ),
+    ] = None,
     poison: Annotated[bool, typer.Option("--poison/--no-poison", help="Fill unused and freed pages with NaN.")] = False,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of data, accepted drafts and samples.")] = 0,
     json: Json = False,
@@ -104,6 +115,7 @@ def replay(
         if backend == "interpret" and (cache_dtype or "").startswith("float8"):
             # Where rounding carries into the exponent, its cast drops the carry: 31.5 is stored as 16.
             raise ValueError("--cache-dtype float8 is wrong in Triton's interpreter (its cast): use int8")
+        crossed = framework == _frameworks.CROSSED
         config = ReplayConfig(
             model=shape,
             layers=layers,
@@ -117,8 +129,8 @@ def replay(
             max_steps=steps or None,
             step_ms=step_ms,
             speed=speed,
-            check_every=check_every,
-            check_requests=check_requests,
+            check_every=(9 if crossed else 10) if check_every is None else check_every,
+            check_requests=(1 if crossed else 2) if check_requests is None else check_requests,
             poison=poison,
             seed=seed,
         )
@@ -127,12 +139,18 @@ def replay(
 
 
 def demo(json: Json = False, plot: Plot = None) -> None:
-    """Replay the bundled trace with every option at its default."""
-    replay(json=json, plot=plot)
+    """Replay the bundled trace: on one cache of both frameworks in turn where both are installed."""
+    both = all(_frameworks.installed(name) for name in _frameworks.KERNELS)
+    replay(backend=_frameworks.CROSSED if both else _frameworks.AUTO, json=json, plot=plot)
 
 
 def make_runner(config: ReplayConfig, geometry: Geometry, framework: str, backend: str) -> Runner:
     """Return the runner of a framework's backend."""
+    if framework == _frameworks.CROSSED:
+        with _frameworks.small_jax():  # the cache is torch's
+            from bridge._replay.crossed_runner import CrossedRunner
+
+            return CrossedRunner(config, geometry)
     if framework == "jax":
         from bridge._replay.jax_runner import JaxRunner
 
@@ -158,9 +176,17 @@ def _run(
     else:
         print_report(result, path, stdout())
     if not result.ok:
-        for check in [check for check in result.checks if not check.ok][:5]:
-            stderr().print(f"MISS at step {check.step}, request {check.request}, layer {check.layer}: {check.message}")
+        _name_misses(result)
         raise typer.Exit(1)
+
+
+def _name_misses(result: ReplayResult) -> None:
+    console = stderr()
+    if result.sharing is not None and not result.sharing.same_memory:
+        console.print("MISS: torch and JAX had the cache at different addresses")
+    for check in [check for check in result.checks if not check.ok][:5]:
+        where = f"step {check.step}, request {check.request}, layer {check.layer}, decoded by {check.decoded_by}"
+        console.print(f"MISS at {where}: {check.message}", markup=False)
 
 
 def _step_through(engine: Engine, config: ReplayConfig) -> None:

@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bridge._cli._console import duration, si_bytes
-from bridge._replay import ReplayResult
+from bridge._replay import ReplayResult, Sharing
+from swa_plan import Plan
 
 _BAR_WIDTH = 44
 
@@ -31,6 +32,8 @@ def print_report(result: ReplayResult, trace: Path, console: Console) -> None:
     console.print(_batch_histogram(result))
     console.print(_plan_table(result))
     console.print(_numbers(result))
+    if result.sharing is not None:
+        console.print(_bridge(result, result.sharing))
 
 
 def _features(settings: dict) -> str:
@@ -74,16 +77,28 @@ def _plan_table(result: ReplayResult) -> Table:
     for name in ("batch", "steps", "kernel", "pack", "splits", "tile", "warps", "stages"):
         table.add_column(name, justify="left" if name == "kernel" else "right")
     for bucket, plan in result.plans.items():
-        numbers = (plan.pack, plan.splits, plan.tile, plan.warps, plan.stages)
-        table.add_row(str(bucket), str(result.buckets.get(bucket, 0)), plan.kernel, *map(str, numbers))
+        table.add_row(str(bucket), str(result.buckets.get(bucket, 0)), plan.kernel, *_plan_numbers(plan))
+        of_jax = None if result.sharing is None else result.sharing.jax_plans[bucket]
+        if of_jax not in (None, plan):
+            table.add_row("", "JAX's", of_jax.kernel, *_plan_numbers(of_jax))
+    return table
+
+
+def _plan_numbers(plan: Plan) -> list[str]:
+    return [str(number) for number in (plan.pack, plan.splits, plan.tile, plan.warps, plan.stages)]
+
+
+def _named(title: str) -> Table:
+    """Return a table of names and what they are."""
+    table = _table(title)
+    table.add_column("", style="dim")
+    table.add_column("")
+    table.show_header = False
     return table
 
 
 def _numbers(result: ReplayResult) -> Table:
-    table = _table("\nReplay")
-    table.add_column("", style="dim")
-    table.add_column("")
-    table.show_header = False
+    table = _named("\nReplay")
     table.add_row("requests finished", f"{result.finished} of {result.trace_requests}")
     table.add_row("steps, tokens", f"{len(result.steps)} steps, {result.tokens} tokens")
     saved = result.bytes_full / result.bytes_read if result.bytes_read else 1.0
@@ -114,6 +129,30 @@ def _numbers(result: ReplayResult) -> Table:
     return table
 
 
+def _bridge(result: ReplayResult, sharing: Sharing) -> Table:
+    """Tell where the cache was for either framework, whose step each was, and how far the two are apart."""
+    table = _named("\nOne cache, two frameworks")
+    for when, addresses in (("cache at the start", sharing.at_start), ("cache at the end", sharing.at_end)):
+        for torch, jax in addresses:
+            verdict = "[green]the same[/]" if torch == jax else "[bold red]NOT THE SAME[/]"
+            table.add_row(when, f"torch {torch:#x}, JAX {jax:#x}: {verdict}")
+    if sharing.at_start != sharing.at_end:
+        table.add_row("", "[bold red]it moved[/]")
+    for name, backend in sharing.backends.items():
+        steps, times = sharing.decoded_by.count(name), result.times_us("attention_us", name)
+        taken = "" if times is None else f", median {duration(times['median'])}, p90 {duration(times['p90'])}"
+        table.add_row(f"decoded by {name}", f"{steps} steps ({backend}){taken}")
+    if result.differences:
+        values = sum(found.values for found in result.differences)
+        table.add_row(
+            "decoded by both",
+            f"{len(result.differences)} requests, from the same bytes: {result.equal_share:.2%} of {values} values are "
+            f"equal bit by bit, the others at most {result.largest_ulps:g} ulp of their row's largest apart",
+        )
+    table.add_row("versions", sharing.versions)
+    return table
+
+
 def _add_times(table: Table, result: ReplayResult, name: str, label: str) -> None:
     times = result.times_us(name)
     if times is not None:
@@ -124,7 +163,11 @@ def _checks(result: ReplayResult) -> str:
     worst = result.worst_check
     if worst is None:
         return "[yellow]none were asked for[/]"
-    rows, misses = sum(check.rows for check in result.checks), sum(not check.ok for check in result.checks)
+    misses = sum(not check.ok for check in result.checks)
     verdict = f"[bold red]{misses} MISSED[/]" if misses else "[green]all within the rule[/]"
-    compared = f"{rows} rows of {len(result.checks)} requests against float64"
+    # Where both frameworks decoded a request's rows, each has a record of its own.
+    rows = {(check.step, check.request, check.layer): check.rows for check in result.checks}
+    compared = f"{sum(rows.values())} rows of {len(rows)} requests against float64"
+    if result.sharing is not None:
+        compared += ", as decoded by torch and by jax"
     return f"{compared}: {verdict}; worst error / limit {worst.ratio:.2f}"

@@ -30,8 +30,8 @@ def check_rows(
     step: int,
     request: int,
     layer: int,
-) -> CheckRecord:
-    """Compare one request's rows.
+) -> list[CheckRecord]:
+    """Compare one request's rows, by whomever they were decoded.
 
     Args:
         seen: what the request gave and got; its pages are those of the table's columns from ``first_block`` on.
@@ -43,6 +43,9 @@ def check_rows(
         step: for the record.
         request: for the record.
         layer: for the record.
+
+    Returns:
+        A record for each of ``seen.outs``.
     """
     table = np.full((1, max_blocks), -1, np.int32)
     table[0, first_block : first_block + len(seen.key_cache)] = np.arange(len(seen.key_cache))
@@ -60,24 +63,31 @@ def check_rows(
         softcap=model.softcap,
         **options,
     )
-    report = tolerance.compare(seen.out, inputs)
-    faults = [] if report.ok else [report.message]
-    if not np.isfinite(seen.out.astype(np.float64)).all():
-        # The reference sees the same table and pages, so that its NaN would match.
-        faults.append("the output is not finite: a page that the window needs was freed, lost or never filled")
-    if not _stored_as_given(seen, seq_len, first_block, options):
-        faults.append("append stored other keys or values than it was given")
-    return CheckRecord(
-        step=step,
-        request=request,
-        layer=layer,
-        rows=len(seen.query),
-        ratio=float(report.ratio),
-        error=float(report.worst_error),
-        limit=float(report.worst_limit),
-        ok=not faults,
-        message="; ".join(faults),
-    )
+    stored = _stored_as_given(seen, seq_len, first_block, options)
+    records = []
+    for decoded_by, out in seen.outs.items():
+        report = tolerance.compare(out, inputs)
+        faults = [] if report.ok else [report.message]
+        if not np.isfinite(out.astype(np.float64)).all():
+            # The reference sees the same table and pages, so that its NaN would match.
+            faults.append("the output is not finite: a page that the window needs was freed, lost or never filled")
+        if not stored:
+            faults.append("append stored other keys or values than it was given")
+        records.append(
+            CheckRecord(
+                step=step,
+                request=request,
+                layer=layer,
+                decoded_by=decoded_by,
+                rows=len(seen.query),
+                ratio=float(report.ratio),
+                error=float(report.worst_error),
+                limit=float(report.worst_limit),
+                ok=not faults,
+                message="; ".join(faults),
+            )
+        )
+    return records
 
 
 def _stored_as_given(seen: RowsSeen, seq_len: int, first_block: int, options: dict[str, Any]) -> bool:

@@ -17,6 +17,7 @@ import numpy as np
 from bridge._replay.allocator import PagePool
 from bridge._replay.batching import Batch, pages_per_request
 from bridge._replay.checks import check_rows
+from bridge._replay.crossing import Difference, difference
 from bridge._replay.result import CheckRecord, ReplayResult, StepRecord
 from bridge._replay.runner import Runner, StepTimes
 from bridge._replay.trace import Request
@@ -176,6 +177,7 @@ class Engine:
         self._records: list[StepRecord] = []
         self._times: list[Callable[[], StepTimes]] = []
         self._checks: list[CheckRecord] = []
+        self._differences: list[Difference] = []
         self._wall_s = 0.0
         # Separate streams, so that checking more or fewer rows changes nothing else.
         self._drafts, self._samples = (
@@ -217,6 +219,8 @@ class Engine:
             plans=dict(sorted(self._plans.items())),
             steps=tuple(steps),
             checks=tuple(self._checks),
+            sharing=self._runner.sharing(),
+            differences=tuple(self._differences),
             wall_s=self._wall_s,
             trace_requests=self.trace_requests,
             peak_pages=self._pool.peak,
@@ -307,23 +311,24 @@ class Engine:
         for row in self._samples.choice(len(running), size=count, replace=False):
             layer = int(self._samples.integers(self.config.layers))
             first_block, pages = self._batch.pages_of(row)
-            self._checks.append(
-                check_rows(
-                    self._runner.rows_seen(int(row), pages, layer),
-                    model=self.config.model,
-                    seq_len=int(seq_lens[row]),
-                    first_block=first_block,
-                    max_blocks=self.geometry.max_blocks,
-                    options=self._runner.options,
-                    step=step,
-                    request=running[row].request.number,
-                    layer=layer,
-                )
+            seen = self._runner.rows_seen(int(row), pages, layer)
+            self._checks += check_rows(
+                seen,
+                model=self.config.model,
+                seq_len=int(seq_lens[row]),
+                first_block=first_block,
+                max_blocks=self.geometry.max_blocks,
+                options=self._runner.options,
+                step=step,
+                request=running[row].request.number,
+                layer=layer,
             )
+            if len(seen.outs) == 2:
+                self._differences.append(difference(*seen.outs.values()))
         if not self._runner.padding_is_zero(len(running)):
             message = "rows of padding requests (seq_lens 0) are not all zero"
             inf = float("inf")
-            self._checks.append(CheckRecord(step, -1, -1, 0, inf, inf, 0.0, False, message))
+            self._checks.append(CheckRecord(step, -1, -1, "any", 0, inf, inf, 0.0, False, message))
 
     def _settings(self) -> dict[str, Any]:
         config, model = self.config, self.config.model

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import swa_pallas
+from bridge._replay.crossing import Sharing
 from bridge._replay.engine import Geometry, ReplayConfig
 from bridge._replay.jax_work import PREFILL_ROWS, Work, poison
 from bridge._replay.runner import Compilation, RowsSeen, StepTimes
@@ -102,6 +103,10 @@ class JaxRunner:
         """Return how many programs were compiled ahead of time, those that draw data and look at pages included."""
         return self._compiled
 
+    def sharing(self) -> Sharing | None:
+        """Return None: JAX works alone."""
+        return None
+
     def plan(self, bucket: int) -> Plan:
         """Return the plan of a padded batch; compile its programs and run them on a step that sees nothing."""
         if bucket not in self._plans:
@@ -154,7 +159,7 @@ class JaxRunner:
             value=np.asarray(seen.value[layer])[rows],
             key_cache=key_cache,
             value_cache=value_cache,
-            out=np.asarray(self._out[layer])[rows],
+            outs={"jax": np.asarray(self._out[layer])[rows]},
         )
 
     def padding_is_zero(self, requests: int) -> bool:

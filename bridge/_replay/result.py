@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from bridge._replay.crossing import Addresses, Difference, Sharing
 from bridge._replay.runner import Compilation
 from swa_plan import DeviceProfile, Plan
 
@@ -64,6 +65,7 @@ class CheckRecord:
         step: the step.
         request: number of the request in the trace.
         layer: the layer.
+        decoded_by: framework that decoded the rows.
         rows: query rows compared.
         ratio: worst error as a fraction of its limit; above 1 is a miss.
         error: the worst error.
@@ -75,6 +77,7 @@ class CheckRecord:
     step: int
     request: int
     layer: int
+    decoded_by: str
     rows: int
     ratio: float
     error: float
@@ -98,6 +101,8 @@ class ReplayResult:
         plans: plan of each padded batch.
         steps: one record a step.
         checks: one record a check.
+        sharing: what two frameworks on one cache have shared, or None where there is but one.
+        differences: between the two, one record a request that was checked.
         wall_s: host time of the whole replay, checks and data making included.
         trace_requests: requests in the trace.
         peak_pages: most pages in use.
@@ -116,6 +121,8 @@ class ReplayResult:
     plans: dict[int, Plan]
     steps: tuple[StepRecord, ...]
     checks: tuple[CheckRecord, ...]
+    sharing: Sharing | None
+    differences: tuple[Difference, ...]
     wall_s: float
     trace_requests: int
     peak_pages: int
@@ -125,8 +132,8 @@ class ReplayResult:
 
     @property
     def ok(self) -> bool:
-        """Whether every check passed."""
-        return all(check.ok for check in self.checks)
+        """Whether every check passed, and two frameworks had one cache."""
+        return all(check.ok for check in self.checks) and (self.sharing is None or self.sharing.same_memory)
 
     @property
     def finished(self) -> int:
@@ -182,9 +189,28 @@ class ReplayResult:
         misses = [check for check in self.checks if not check.ok]
         return max(misses or self.checks, key=lambda check: check.ratio, default=None)
 
-    def times_us(self, name: str) -> dict[str, float] | None:
-        """Return median and p90 of a time of the steps: ``step_us``, ``attention_us``, ``append_us`` or ``host_us``."""
-        times = [getattr(step, name) for step in self.steps]
+    @property
+    def equal_share(self) -> float | None:
+        """Share of values that two frameworks decoded to the same bits, or None where none were compared."""
+        values = sum(found.values for found in self.differences)
+        return sum(found.equal for found in self.differences) / values if values else None
+
+    @property
+    def largest_ulps(self) -> float | None:
+        """Largest difference between two frameworks, in ulps at the row's largest magnitude, or None as above."""
+        return max((found.ulps for found in self.differences), default=None)
+
+    def times_us(self, name: str, decoded_by: str | None = None) -> dict[str, float] | None:
+        """Return median and p90 of a time of the steps: ``step_us``, ``attention_us``, ``append_us`` or ``host_us``.
+
+        Args:
+            name: which.
+            decoded_by: only of the steps of this framework, where two take turns; None means of all.
+        """
+        steps = self.steps
+        if decoded_by is not None and self.sharing is not None:
+            steps = [step for step, by in zip(steps, self.sharing.decoded_by, strict=True) if by == decoded_by]
+        times = [getattr(step, name) for step in steps]
         return {"median": float(np.median(times)), "p90": float(np.percentile(times, 90))} if times else None
 
     def to_json(self) -> dict[str, Any]:
@@ -202,15 +228,7 @@ class ReplayResult:
             "rows": sum(step.requests for step in self.steps) * self.settings["query_len"],
             "batch_sizes": {str(size): count for size, count in self.batch_sizes.items()},
             "plans": {
-                str(bucket): {
-                    "kernel": plan.kernel,
-                    "pack": plan.pack,
-                    "splits": plan.splits,
-                    "tile": plan.tile,
-                    "warps": plan.warps,
-                    "stages": plan.stages,
-                    "steps": self.buckets.get(bucket, 0),
-                }
+                str(bucket): {**_plan(plan), "steps": self.buckets.get(bucket, 0)}
                 for bucket, plan in sorted(self.plans.items())
             },
             "kv_bytes": {
@@ -237,7 +255,39 @@ class ReplayResult:
                 "misses": sum(not check.ok for check in self.checks),
                 "worst": None if worst is None else _finite(asdict(worst)),
             },
+            "bridge": None if self.sharing is None else self._bridge(self.sharing),
         }
+
+    def _bridge(self, sharing: Sharing) -> dict[str, Any]:
+        def addresses(pairs: Addresses) -> list[dict[str, str]]:
+            return [{"torch": hex(torch), "jax": hex(jax)} for torch, jax in pairs]
+
+        return {
+            "same_memory": sharing.same_memory,
+            "cache": {"at_start": addresses(sharing.at_start), "at_end": addresses(sharing.at_end)},
+            "versions": sharing.versions,
+            "decoded_by": {
+                name: {
+                    "backend": backend,
+                    "steps": sharing.decoded_by.count(name),
+                    "attention_us": self.times_us("attention_us", name),
+                }
+                for name, backend in sharing.backends.items()
+            },
+            "jax_plans": {str(bucket): _plan(plan) for bucket, plan in sorted(sharing.jax_plans.items())},
+            "both_ways": _finite(
+                {
+                    "requests": len(self.differences),
+                    "values": sum(found.values for found in self.differences),
+                    "equal_share": self.equal_share,
+                    "largest_ulps": self.largest_ulps,
+                }
+            ),
+        }
+
+
+def _plan(plan: Plan) -> dict[str, Any]:
+    return {name: getattr(plan, name) for name in ("kernel", "pack", "splits", "tile", "warps", "stages")}
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from bridge._replay.crossing import Sharing
 from swa_plan import DeviceProfile, Plan
 
 StepTimes = tuple[float, float]
@@ -42,7 +43,8 @@ class RowsSeen:
         value: ``[query_len, kv_heads, v_dim]`` that was appended.
         key_cache: ``[pages, block, kv_heads, k_dim]``, the pages asked for.
         value_cache: ``[pages, block, kv_heads, v_dim]``.
-        out: ``[query_len, heads, v_dim]``.
+        outs: ``[query_len, heads, v_dim]`` by the framework that decoded them: the step's own first, and where two
+            share the cache, the other's from the same bytes.
     """
 
     query: np.ndarray
@@ -51,7 +53,7 @@ class RowsSeen:
     value: np.ndarray
     key_cache: np.ndarray
     value_cache: np.ndarray
-    out: np.ndarray
+    outs: dict[str, np.ndarray]
 
 
 class Runner(Protocol):
@@ -79,6 +81,10 @@ class Runner(Protocol):
 
     def compilation(self) -> Compilation | None:
         """Return what was compiled so far, or None where that is not counted."""
+        ...
+
+    def sharing(self) -> Sharing | None:
+        """Return what two frameworks on one cache have shared, after ``finish``, or None where there is but one."""
         ...
 
     def plan(self, bucket: int) -> Plan:
@@ -114,7 +120,7 @@ class Runner(Protocol):
         ...
 
     def padding_is_zero(self, requests: int) -> bool:
-        """Tell whether the last step wrote zeros to all rows after ``requests`` requests' rows."""
+        """Tell whether the last step has zeros in all rows after ``requests`` requests' rows, whoever decoded."""
         ...
 
     def finish(self) -> None:

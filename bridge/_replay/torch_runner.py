@@ -17,6 +17,7 @@ import torch
 
 import swa_torch
 from bridge._replay.batching import bucket_size
+from bridge._replay.crossing import Sharing
 from bridge._replay.engine import Geometry, ReplayConfig
 from bridge._replay.runner import Compilation, RowsSeen, StepTimes
 from swa_plan import CacheLayout, DeviceProfile, Plan
@@ -58,6 +59,7 @@ class TorchRunner:
             raise ValueError("backend 'triton' needs a CUDA device, and torch sees none")
         self.backend = backend
         self.framework = f"torch {torch.__version__}"
+        self._backend = backend
         self._config = config
         self._cuda = backend == "triton"
         self._device = torch.device("cuda", torch.cuda.current_device()) if self._cuda else torch.device("cpu")
@@ -76,7 +78,7 @@ class TorchRunner:
         self._plans: dict[int, Plan] = {}
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]] = {}
         self._graph_pool = torch.cuda.graph_pool_handle() if self._cuda else None
-        self._last_bucket = 0
+        self._bucket = 0
 
     def padded(self, requests: int) -> int:
         """Return 1, 2, 4, 8 or a multiple of 8: one more graph pair costs little."""
@@ -84,6 +86,10 @@ class TorchRunner:
 
     def compilation(self) -> Compilation | None:
         """Return None: what Triton compiles is not counted."""
+        return None
+
+    def sharing(self) -> Sharing | None:
+        """Return None: torch works alone."""
         return None
 
     def plan(self, bucket: int) -> Plan:
@@ -98,7 +104,7 @@ class TorchRunner:
                 query_len=model.query_len,
                 layer=self._layer(0),
                 max_requests=bucket,
-                backend=self.backend,
+                backend=self._backend,
             )
             if self._cuda:
                 self._capture(bucket)
@@ -127,14 +133,8 @@ class TorchRunner:
 
     def step(self, slot_mapping: np.ndarray, seq_lens: np.ndarray) -> Callable[[], StepTimes]:
         """Append and decode; see `runner.Runner.step`."""
-        bucket, tokens = len(seq_lens), len(slot_mapping)
-        for buffer in (self._query, self._key, self._value, *([] if self._gate is None else [self._gate])):
-            buffer[:, :tokens].normal_(generator=self._random)
-        self._slots[:tokens] = self._upload(slot_mapping)
-        self._seq_lens[:bucket] = self._upload(seq_lens)
-        self._out[:, :tokens] = float("nan")  # every row has to be written
-        self._last_bucket = bucket
-        return self._step_on_gpu(bucket) if self._cuda else self._step_on_cpu(bucket)
+        self._stage(slot_mapping, seq_lens)
+        return self._timed(self._decode_staged)
 
     def rows_seen(self, row: int, pages: np.ndarray, layer: int) -> RowsSeen:
         """Copy one request's share of the last step to the host."""
@@ -150,18 +150,44 @@ class TorchRunner:
             value=to_numpy(self._value[layer, rows]),
             key_cache=key_cache,
             value_cache=value_cache,
-            out=to_numpy(self._out[layer, rows]),
+            outs={name: to_numpy(out[layer, rows]) for name, out in self._decoded().items()},
         )
 
     def padding_is_zero(self, requests: int) -> bool:
         """Tell whether the last step's padding rows are zero in every layer."""
-        query_len = self._config.model.query_len
-        return not bool(self._out[:, requests * query_len : self._last_bucket * query_len].ne(0).any())
+        first = requests * self._config.model.query_len
+        return not any(bool(out[:, first:].ne(0).any()) for out in self._decoded().values())
 
     def finish(self) -> None:
         """Wait for the device."""
         if self._cuda:
             torch.cuda.synchronize(self._device)
+
+    def _stage(self, slot_mapping: np.ndarray, seq_lens: np.ndarray) -> None:
+        """Draw a step's data and upload its slots and lengths."""
+        bucket, tokens = len(seq_lens), len(slot_mapping)
+        for buffer in (self._query, self._key, self._value, *([] if self._gate is None else [self._gate])):
+            buffer[:, :tokens].normal_(generator=self._random)
+        self._slots[:tokens] = self._upload(slot_mapping)
+        self._seq_lens[:bucket] = self._upload(seq_lens)
+        self._out[:, :tokens] = float("nan")  # every row has to be written
+        self._bucket = bucket
+
+    def _append_staged(self) -> None:
+        if self._cuda:
+            self._graphs[self._bucket][0].replay()
+        else:
+            self._append(self._bucket)
+
+    def _decode_staged(self) -> None:
+        if self._cuda:
+            self._graphs[self._bucket][1].replay()
+        else:
+            self._attend(self._bucket)
+
+    def _decoded(self) -> dict[str, torch.Tensor]:
+        """Return what was decoded of the staged step, ``[layers, tokens, heads, v_dim]``, by framework."""
+        return {"torch": self._out[:, : self._bucket * self._config.model.query_len]}
 
     def _append(self, bucket: int) -> None:
         tokens = bucket * self._config.model.query_len
@@ -194,22 +220,21 @@ class TorchRunner:
                 **self._scales,
             )
 
-    def _step_on_cpu(self, bucket: int) -> Callable[[], StepTimes]:
-        start = time.perf_counter()
-        self._append(bucket)
-        middle = time.perf_counter()
-        self._attend(bucket)
-        times = (middle - start) * 1e6, (time.perf_counter() - middle) * 1e6
-        return lambda: times
-
-    def _step_on_gpu(self, bucket: int) -> Callable[[], StepTimes]:
-        append, attend = self._graphs[bucket]
+    def _timed(self, decode: Callable[[], None]) -> Callable[[], StepTimes]:
+        """Append and decode the staged step; the result tells how long the two took."""
+        if not self._cuda:
+            start = time.perf_counter()
+            self._append_staged()
+            middle = time.perf_counter()
+            decode()
+            taken_us = (middle - start) * 1e6, (time.perf_counter() - middle) * 1e6
+            return lambda: taken_us
         start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
         torch.cuda._sleep(HEAD_START_CYCLES)
         start.record()
-        append.replay()
+        self._append_staged()
         middle.record()
-        attend.replay()
+        decode()
         end.record()
 
         def times() -> StepTimes:
@@ -232,7 +257,8 @@ class TorchRunner:
         graphs = []
         for part in parts:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._graph_pool):
+            # Other threads may call CUDA meanwhile: JAX's do, where it shares the cache.
+            with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
                 part(bucket)
             graphs.append(graph)
         self._graphs[bucket] = (graphs[0], graphs[1])

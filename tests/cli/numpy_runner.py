@@ -46,6 +46,9 @@ class NumpyRunner:
     def compilation(self):
         return None
 
+    def sharing(self):
+        return None
+
     def plan(self, bucket):
         self.plans.append(bucket)
         return plan(self.problem, DeviceProfile.named("cpu"))
@@ -103,7 +106,7 @@ class NumpyRunner:
             value=self.value[rows],
             key_cache=self.key_cache[pages],
             value_cache=self.value_cache[pages],
-            out=self.out[rows],
+            outs={"numpy": self.out[rows]},
         )
 
     def padding_is_zero(self, requests):

@@ -84,6 +84,12 @@ def test_plan_and_doctor_work_with_either_or_neither(command, blocked):
         ("pallas_triton", "jax", "--backend pallas_triton needs jax: pip install 'swa-decode[jax]'"),
         ("cpu", "torch", "--backend cpu needs torch: pip install 'swa-decode[torch]'"),
         ("interpret", "torch", "--backend interpret needs torch: pip install 'swa-decode[torch]'"),
+        ("crossed", "jax", "needs torch and jax, and jax cannot be imported: pip install 'swa-decode[jax]'"),
+        (
+            "crossed",
+            "torch,triton",
+            "needs torch and jax, and torch cannot be imported: pip install 'swa-decode[torch]'",
+        ),
     ],
 )
 def test_the_extra_that_is_missing_is_named(backend, blocked, words, monkeypatch):

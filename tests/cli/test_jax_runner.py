@@ -67,7 +67,7 @@ def make(**changes):
             0.25,
         ],
         ["--dtype", "float16", "--cache-dtype", "float8_e4m3fn", "--block", 24],
-        ["--dtype", "float32", "--cache-dtype", "int8", "--v-scale", 0.05],
+        ["--dtype", "float32", "--cache-dtype", "int8", "--v-scale", 0.03],
         ["--query-len", 5, "--gate", "--sinks", "--softcap", 3],
     ],
     ids=lambda options: " ".join(map(str, options)),

@@ -117,7 +117,10 @@ def test_plot(tmp_path):
         (["--model", "llama"], "one of step5"),
         (["--model", "custom", "--heads", "4"], "--kv-heads, --k-dim, --window"),
         (["--tp", "5"], "tp must divide"),
-        (["--backend", "cuda"], "--backend must be auto, triton, cpu, interpret (PyTorch), pallas_triton or xla (JAX)"),
+        (
+            ["--backend", "cuda"],
+            "--backend must be auto, triton, cpu, interpret (PyTorch), pallas_triton or xla (JAX), or crossed",
+        ),
         (["--backend", "interpret", "--dtype", "bfloat16"], "float16 or float32"),
         (["--backend", "interpret", "--cache-dtype", "float8_e5m2"], "use int8"),
         (["--layout", "pages block dim"], "kv_heads"),
