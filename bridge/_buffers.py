@@ -74,7 +74,8 @@ def _register(name: str, tree: Any) -> Buffer:
 def _in_torch(name: str, leaf: Any) -> Any:
     """Return a leaf as torch's; JAX's memory is exported."""
     if isinstance(leaf, (jax.Array, swa_pallas.PagedCache)):
-        return to_torch(leaf)
+        # Once and for all streams, so that the first step's stream has nothing of JAX to wait for.
+        return to_torch(jax.block_until_ready(leaf))
     if isinstance(leaf, (torch.Tensor, swa_torch.PagedCache)):
         return leaf
     raise TypeError(f"{name} must hold tensors, arrays and PagedCaches only, got {type(leaf).__name__}")

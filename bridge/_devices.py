@@ -46,6 +46,7 @@ def jax_device_of(name: str, device: torch.device) -> Any:
     """
     platform = "cuda" if device.type == "cuda" else "cpu"
     index = device.index or 0
+    current = torch.cuda.current_device() if platform == "cuda" else None
     try:
         devices = jax.local_devices(backend=platform)
     except RuntimeError as error:  # JAX has no other way to say that a platform is missing
@@ -53,6 +54,8 @@ def jax_device_of(name: str, device: torch.device) -> Any:
             f"{name} must be on a device that JAX sees too, got {str(device)!r} and a JAX without {platform} "
             f"({error}): install a CUDA build of jaxlib, or include cuda in JAX_PLATFORMS"
         ) from None
+    if current is not None and torch.cuda.current_device() != current:
+        torch.cuda.set_device(current)  # a JAX that starts leaves the thread on its last GPU
     if platform == "cpu":
         return devices[0]
     for candidate in devices:

@@ -17,7 +17,7 @@ def check_dtype(name: str, dtype: str) -> None:
     Raises:
         TypeError: it does not, or only under ``jax_enable_x64``.
     """
-    if dtype in SHARED or (dtype == WIDE and jax.config.jax_enable_x64):
+    if dtype in SHARED or (dtype == WIDE and jax.config.read("jax_enable_x64")):
         return
     if dtype == WIDE:
         raise TypeError(

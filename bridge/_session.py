@@ -11,6 +11,7 @@ What can go wrong between two frameworks on one GPU, and what a step does about 
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -217,6 +218,11 @@ class Session:
         if self.on_gpu and self.device.index != torch.cuda.current_device():
             return torch.cuda.device(self.device)
         return nullcontext()
+
+    def __del__(self) -> None:
+        # JAX may give its memory away as soon as nothing refers to it, whatever torch's streams still hold.
+        if getattr(self, "_open", False) and not sys.is_finalizing():
+            self.close()
 
     def __enter__(self) -> Session:
         return self

@@ -1,5 +1,9 @@
 """Several GPUs: a session belongs to one device, and arrays sharded over several cross shard by shard."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs PyTorch and JAX")
@@ -92,3 +96,22 @@ def test_a_sharded_cache_crosses_shard_by_shard():
     assert np.array_equal(torch.cat([jax_out for jax_out, _ in outs], 1).numpy(), expected)
     torch_out = torch.cat([torch_out for _, torch_out in outs], 1).numpy()
     assert np.abs(torch_out - expected).max() <= 2 * 2.0 ** (np.floor(np.log2(np.abs(expected).max())) - 7)
+
+
+STARTS_LATE = """
+import torch
+torch.cuda.set_device(0)
+tensor = torch.zeros(64, device="cuda")
+import bridge
+bridge.to_jax(tensor)
+print(torch.cuda.current_device(), torch.zeros(1, device="cuda").device)
+"""
+
+
+def test_a_jax_that_starts_in_the_bridge_leaves_torchs_device_alone():
+    """On its own JAX leaves the thread on its last GPU, where torch would then allocate."""
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    run = subprocess.run(
+        [sys.executable, "-c", STARTS_LATE], env=environment, capture_output=True, text=True, timeout=300, check=True
+    )
+    assert run.stdout.split() == ["0", "cuda:0"]
