@@ -9,11 +9,10 @@ from typing import Any
 
 import jax
 import torch
-from jax import dlpack
 
 import swa_pallas
 import swa_torch
-from bridge._exchange import check_tensor, to_torch
+from bridge._exchange import check_tensor, share, to_torch
 
 _CACHES = (swa_torch.PagedCache, swa_pallas.PagedCache)
 
@@ -24,21 +23,49 @@ class Buffer:
 
     Attributes:
         name: as registered.
-        tree: the buffer in torch: tensors and ``swa_torch.PagedCache``s in the caller's structure.
-        tensors: its tensors, in the order of ``arrays``.
+        leaves: the buffer in torch: tensors and ``swa_torch.PagedCache``s.
+        outer: the caller's structure around the leaves.
+        tensors: the leaves' tensors, in the order of ``arrays``.
         structure: how JAX puts arrays in that order together.
+        addresses: where the tensors lay at registration, and must lie always.
         arrays: JAX's views of the tensors; a step that updates the buffer replaces them.
     """
 
     name: str
-    tree: Any
+    leaves: list[Any]
+    outer: Any
     tensors: list[torch.Tensor]
     structure: Any
-    arrays: list[jax.Array] = field(default_factory=list)
+    addresses: list[int] = field(init=False)
+    arrays: list[jax.Array] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.addresses = [tensor.data_ptr() for tensor in self.tensors]
+
+    def tree(self) -> Any:
+        """Return the buffer as torch's, in a container of its own."""
+        return jax.tree.unflatten(self.outer, self.leaves)
+
+    def imported(self) -> list[jax.Array]:
+        """Import every tensor; programs that use the arrays run after what torch's current stream holds."""
+        return [share(f"buffers[{self.name!r}]", tensor) for tensor in self.tensors]
 
     def view(self) -> None:
-        """Import every tensor anew."""
-        self.arrays = [dlpack.from_dlpack(tensor, copy=False) for tensor in self.tensors]
+        """Replace JAX's views."""
+        self.arrays = self.imported()
+
+    def check_in_place(self) -> None:
+        """Check that no tensor was given other memory (``set_``, ``.data = ...``, ``resize_``).
+
+        Raises:
+            RuntimeError: one was; JAX works on the old one.
+        """
+        for tensor, address in zip(self.tensors, self.addresses, strict=True):
+            if tensor.data_ptr() != address:
+                raise RuntimeError(
+                    f"buffers[{self.name!r}] must stay where it was registered, got a tensor moved from {address:#x} "
+                    f"to {tensor.data_ptr():#x} (by set_, .data = or resize_): register it in a new session"
+                )
 
 
 def register(buffers: Mapping[str, Any]) -> dict[str, Buffer]:
@@ -59,7 +86,7 @@ def register(buffers: Mapping[str, Any]) -> dict[str, Buffer]:
 
 
 def _register(name: str, tree: Any) -> Buffer:
-    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda leaf: isinstance(leaf, _CACHES))
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_cache)
     if not leaves:
         raise ValueError(f"buffers[{name!r}] must hold at least one tensor or array, got {tree!r}")
     ours = [_in_torch(f"buffers[{name!r}]", leaf) for leaf in leaves]
@@ -68,7 +95,12 @@ def _register(name: str, tree: Any) -> Buffer:
         check_tensor(f"buffers[{name!r}]", tensor)
     # Only the structure is wanted: PagedCaches of JAX with any arrays of the right shape in them.
     likeness = jax.tree.unflatten(structure, [_likeness(leaf) for leaf in ours])
-    return Buffer(name, jax.tree.unflatten(structure, ours), tensors, jax.tree.structure(likeness))
+    return Buffer(name, ours, structure, tensors, jax.tree.structure(likeness))
+
+
+def is_cache(leaf: Any) -> bool:
+    """Whether a leaf is a cache of either framework."""
+    return isinstance(leaf, _CACHES)
 
 
 def _in_torch(name: str, leaf: Any) -> Any:

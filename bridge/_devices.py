@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -79,15 +80,27 @@ def check_client(device: Any) -> None:
             raise
         raise NotImplementedError(
             f"JAX's client must order its work by CUDA streams, got one that cannot ({error}): the TFRT client; leave "
-            "use_tfrt_gpu_client out of jax_pjrt_client_create_options"
+            "use_tfrt_gpu_client out of jax_pjrt_client_create_options and XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT unset"
         ) from None
 
 
 def check_not_capturing(device: torch.device) -> None:
-    """Check that torch's current stream is not recording a CUDA graph.
+    """Check that torch's current stream, on its current device, is not recording a CUDA graph.
 
     Raises:
         RuntimeError: with the way to do it instead.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(device):
         raise RuntimeError(CAPTURE_RECIPE)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether torch's current stream, on its current device, is recording a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a CUDA device torch's current one: it exports from that alone, and is asked about its stream there."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        return torch.cuda.device(device)
+    return nullcontext()

@@ -15,6 +15,7 @@ import torch
 from jax import dlpack
 from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
+from torch._subclasses.fake_tensor import FakeTensor
 
 import swa_pallas
 import swa_torch
@@ -25,6 +26,7 @@ from bridge._devices import (
     check_not_capturing,
     check_torch_device,
     jax_device_of,
+    on_device,
 )
 from bridge._dtypes import check_dtype
 from bridge._versions import check_versions
@@ -57,15 +59,8 @@ def to_jax(x: torch.Tensor | swa_torch.PagedCache, *, copy: bool = False) -> jax
         NotImplementedError: HIP, JAX's TFRT client, or versions older than are supported.
     """
     check_versions()
-    if get_opaque_trace_state() != _OUTSIDE_TRACES:
-        raise RuntimeError(
-            "to_jax must be called outside jax.jit and other transformations: it would be a constant there"
-        )
-    if not isinstance(x, swa_torch.PagedCache):
-        return _import("x", x, copy)
-    named = zip(_base_names(x), x.bases, strict=True)
-    bases = tuple(_import(name, base, copy) for name, base in named)
-    return swa_pallas.PagedCache(bases if len(bases) == 2 else bases[0], x.layout, k_dim=x.k_dim, v_dim=x.v_dim)
+    check_outside_traces("to_jax")
+    return import_value("x", x, copy=copy)
 
 
 @overload
@@ -77,7 +72,8 @@ def to_torch(x: jax.Array | swa_pallas.PagedCache, *, copy: bool = False) -> tor
 
     torch's current stream waits for the programs that compute the array; on the CPU this call does. JAX believes its
     arrays immutable: writing to the tensor changes what JAX reads, and orders nothing (a ``Session`` does). While the
-    tensor lives, JAX refuses to donate the array (on the CPU it copies instead).
+    tensor lives, JAX refuses to donate the array (on the CPU it copies instead). Once array and tensor are dropped, JAX
+    may reuse the memory, also of a copy, although torch's stream still holds reads of it: wait for them first.
 
     Args:
         x: an array on one CPU or CUDA device, dtypes as in ``to_jax``; or a ``swa_pallas.PagedCache`` of such bases.
@@ -86,14 +82,28 @@ def to_torch(x: jax.Array | swa_pallas.PagedCache, *, copy: bool = False) -> tor
     Raises:
         TypeError: no concrete array, or a dtype that does not cross.
         ValueError: deleted or donated, sharded over several devices, or in another kind of memory.
-        RuntimeError: torch's current stream is under capture.
+        RuntimeError: inside a JAX transformation, or torch's current stream is under capture.
         NotImplementedError: JAX's TFRT client, or versions older than are supported.
     """
     check_versions()
+    if not isinstance(x, Tracer):  # whose error says more
+        check_outside_traces("to_torch")
+    return export_value("x", x, copy=copy)
+
+
+def import_value(name: str, x: Any, *, copy: bool = False) -> Any:
+    """Return what ``to_jax`` does, with a name for messages."""
+    if not isinstance(x, swa_torch.PagedCache):
+        return _import(name, x, copy)
+    bases = tuple(_import(part, base, copy) for part, base in _named_bases(name, x))
+    return swa_pallas.PagedCache(bases if len(bases) == 2 else bases[0], x.layout, k_dim=x.k_dim, v_dim=x.v_dim)
+
+
+def export_value(name: str, x: Any, *, copy: bool = False) -> Any:
+    """Return what ``to_torch`` does, with a name for messages."""
     if not isinstance(x, swa_pallas.PagedCache):
-        return _export("x", x, copy)
-    names = _base_names(x)
-    bases = tuple(_export(name, base, copy) for name, base in zip(names, x.bases, strict=True))
+        return _export(name, x, copy)
+    bases = tuple(_export(part, base, copy) for part, base in _named_bases(name, x))
     return swa_torch.PagedCache(bases if len(bases) == 2 else bases[0], x.layout, k_dim=x.k_dim, v_dim=x.v_dim)
 
 
@@ -163,40 +173,65 @@ def check_array(name: str, array: Any) -> torch.device:
 
 
 def _import(name: str, tensor: Any, copy: bool) -> jax.Array:
-    if copy:
-        _check_kind(name, tensor)
-        # A fresh tensor is compact and aligned; a pinned one's clone is not pinned.
-        tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
-    check_tensor(name, tensor)
-    check_not_capturing(tensor.device)
-    jax_device_of(name, tensor.device)
-    if tensor.device.type == "cuda" and tensor.device.index != torch.cuda.current_device():
-        with torch.cuda.device(tensor.device):  # torch exports from its current device alone
-            array = dlpack.from_dlpack(tensor, copy=False)
-    else:
-        array = dlpack.from_dlpack(tensor, copy=False)
+    _check_kind(name, tensor)
+    with on_device(tensor.device):
+        check_not_capturing(tensor.device)
+        if copy:
+            # A fresh tensor is compact and aligned; a pinned one's clone is not pinned.
+            tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
+        check_tensor(name, tensor)
+        jax_device_of(name, tensor.device)
+        return share(name, tensor)
+
+
+def share(name: str, tensor: torch.Tensor) -> jax.Array:
+    """Return an array on the memory of a tensor that was checked, on torch's current device.
+
+    Raises:
+        TypeError: the dtype does not cross (any more).
+        RuntimeError: JAX copied.
+    """
+    check_dtype(name, str(tensor.dtype).removeprefix("torch."))
+    # An alias: the capsule holds a tensor, not its memory, and the caller's may be given other memory (`.data = ...`).
+    array = dlpack.from_dlpack(tensor.detach(), copy=False)
     if tensor.numel() and array.unsafe_buffer_pointer() != tensor.data_ptr():
         raise RuntimeError(f"{name} was copied by JAX although it must not be (jax {jax.__version__})")
     return array
 
 
+def check_outside_traces(name: str) -> None:
+    """Check that JAX is not tracing: what crosses while it does would be a constant of the program.
+
+    Raises:
+        RuntimeError: it is.
+    """
+    if get_opaque_trace_state() != _OUTSIDE_TRACES:
+        raise RuntimeError(
+            f"{name} must be called outside jax.jit and other transformations, between jitted functions: inside, it "
+            "would run once, while JAX traces, and what it returns would be a constant"
+        )
+
+
 def _export(name: str, array: Any, copy: bool) -> torch.Tensor:
     device = check_array(name, array)
-    check_not_capturing(device)
-    if copy:
-        array = jnp.copy(array)
-    if device.type == "cpu":
-        jax.block_until_ready(array)
-        return torch.from_dlpack(array)
-    stream = torch.cuda.current_stream(device).cuda_stream
-    return torch.from_dlpack(array.__dlpack__(stream=stream or LEGACY_DEFAULT_STREAM))
+    with on_device(device):
+        check_not_capturing(device)
+        if copy:
+            array = jnp.copy(array)
+        if device.type == "cpu":
+            jax.block_until_ready(array)
+            return torch.from_dlpack(array)
+        stream = torch.cuda.current_stream(device).cuda_stream
+        return torch.from_dlpack(array.__dlpack__(stream=stream or LEGACY_DEFAULT_STREAM))
 
 
 def _check_kind(name: str, tensor: Any) -> None:
     """Check type, dtype and device: what no copy mends."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         hint = ""
-        if isinstance(tensor, torch.Tensor):
+        if isinstance(tensor, FakeTensor):
+            hint = " (it has no memory)"
+        elif isinstance(tensor, torch.Tensor):
             hint = " (a subclass may mean more than its memory; if not, pass tensor.as_subclass(torch.Tensor))"
         elif isinstance(tensor, jax.Array):
             hint = " (it is JAX's already)"
@@ -209,5 +244,7 @@ def _check_kind(name: str, tensor: Any) -> None:
     check_torch_device(name, tensor.device)
 
 
-def _base_names(cache: Any) -> tuple[str, ...]:
-    return ("x.bases[0]", "x.bases[1]") if len(cache.bases) == 2 else ("the base of x",)
+def _named_bases(name: str, cache: Any) -> list[tuple[str, Any]]:
+    """Return a cache's bases, each with its name."""
+    names = [f"{name}.bases[{number}]" for number in range(2)] if len(cache.bases) == 2 else [f"the base of {name}"]
+    return list(zip(names, cache.bases, strict=True))

@@ -5,56 +5,89 @@ Both allocators give memory that is free on the host to whoever asks next, and o
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+
+_Result = tuple[StorageWeakRef, jax.Array, torch.cuda.Stream]
 
 
 class Retained:
     """References, and when each may be let go.
 
-    * Results that torch reads in JAX's memory: until a JAX step that began after the last view of them was gone has
-      been dispatched. It waited for the reads, and whoever gets the memory next comes after it.
-    * Arguments that JAX reads in torch's memory: until the next JAX step has been dispatched; by then torch's stream
-      has waited for the programs that read them.
+    * Results that torch reads in JAX's memory: until a JAX step that began after the last view of them was gone, and
+      after the stream they were made on, has been dispatched. It waited for the reads, and whoever gets the memory
+      next comes after it.
     * Arguments that torch reads in JAX's memory: until an event recorded after the reads has passed.
+
+    Arguments that JAX reads in torch's memory need no reference: torch's allocator is told which stream waits for JAX.
     """
 
     def __init__(self) -> None:
-        self._results: list[tuple[StorageWeakRef, jax.Array]] = []
-        self._arguments: list[torch.Tensor] = []
+        self._results: list[_Result] = []
         self._read: list[tuple[torch.cuda.Event, list[jax.Array]]] = []
 
     def __len__(self) -> int:
-        return len(self._results) + len(self._arguments) + len(self._read)
+        return len(self._results) + len(self._read)
 
-    def unused_results(self) -> list[int]:
-        """Return which results no tensor views any more: ``dispatched`` may let them go."""
-        return [index for index, (storage, _) in enumerate(self._results) if storage.expired()]
+    def unused_results(self, stream: torch.cuda.Stream | None) -> list[_Result]:
+        """Return the results that no tensor views any more; ``stream`` waits for the streams that may read them."""
+        unused = [result for result in self._results if result[0].expired()]
+        if stream is not None:
+            for reader in {result[2] for result in unused if result[2] != stream}:
+                stream.wait_stream(reader)
+        return unused
 
-    def dispatched(self, unused: list[int], arguments: list[torch.Tensor]) -> None:
-        """Let go what the step just dispatched was ordered after, and keep its own arguments."""
-        for index in reversed(unused):
-            del self._results[index]
-        self._arguments = arguments
-        while self._read and self._read[0][0].query():
-            del self._read[0]
+    def dispatched(self, unused: list[_Result]) -> None:
+        """Let go what the step just dispatched was ordered after."""
+        if unused:
+            gone = {id(result) for result in unused}
+            self._results = [result for result in self._results if id(result) not in gone]
+        self._drop_read()
 
-    def result(self, tensor: torch.Tensor, array: jax.Array) -> None:
+    def result(self, tensor: torch.Tensor, array: jax.Array, stream: torch.cuda.Stream) -> None:
         """Keep a result while a tensor views it, and longer."""
-        self._results.append((StorageWeakRef(tensor.untyped_storage()), array))
+        self._results.append((StorageWeakRef(tensor.untyped_storage()), array, stream))
 
     def read_by_torch(self, arrays: list[jax.Array]) -> None:
         """Keep arrays until torch's current stream has passed this point."""
-        while self._read and self._read[0][0].query():
-            del self._read[0]
+        self._drop_read()
         if arrays:
             event = torch.cuda.Event()
             event.record()
             self._read.append((event, arrays))
 
-    def clear(self) -> None:
-        """Let everything go; the caller has waited for both frameworks."""
+    def close(self) -> None:
+        """Let everything go but results that are still viewed; the caller has waited for the device."""
+        for storage, array, _ in self._results:
+            outlive(storage.expired, array)
         self._results.clear()
-        self._arguments.clear()
         self._read.clear()
+
+    def _drop_read(self) -> None:
+        while self._read and self._read[0][0].query():
+            del self._read[0]
+
+
+_outliving: list[tuple[Callable[[], bool], Any]] = []
+_outliving_lock = threading.Lock()
+
+
+def outlive(unused: Callable[[], bool], kept: Any) -> None:
+    """Keep something beyond its session: until it is unused, and a device has been waited for after that."""
+    with _outliving_lock:
+        _outliving.append((unused, kept))
+
+
+def release_outliving(synchronise: Callable[[], None]) -> None:
+    """Let go what is unused by now, after waiting for the device."""
+    with _outliving_lock:
+        unused = [each for each in _outliving if each[0]()]
+        if unused:
+            synchronise()
+            gone = {id(each) for each in unused}
+            _outliving[:] = [each for each in _outliving if id(each) not in gone]

@@ -20,12 +20,12 @@ from typing import Any
 
 import jax
 import torch
-from jax import dlpack
 
 from bridge._buffers import Buffer, register
-from bridge._devices import check_not_capturing, jax_device_of
+from bridge._devices import check_not_capturing, is_capturing, jax_device_of, on_device
+from bridge._exchange import check_outside_traces
 from bridge._fence import Ticket
-from bridge._retained import Retained
+from bridge._retained import Retained, outlive, release_outliving
 from bridge._steps import JaxStep, TorchStep
 from bridge._versions import check_order_tested
 
@@ -39,7 +39,8 @@ class Session:
     Args:
         buffers: names to tensors, arrays, caches of either framework, or trees (lists, dicts) of them, all on one
             device. JAX arrays are handed over: their memory stays JAX's, but use ``tensors`` and ``arrays`` from now
-            on, because JAX believes that they do not change.
+            on, because JAX believes that they do not change. One open session for one memory: another would order
+            nothing with it.
         copy: allow what needs a copy: on the CPU JAX cannot update borrowed memory in place, so a ``jax_step`` with
             ``updates`` copies the updated buffers back there.
         allow_untested: run on a GPU with versions of torch and jax whose order was never tested.
@@ -66,46 +67,55 @@ class Session:
         self.on_gpu = self.device.type == "cuda"
         if self.on_gpu:
             check_order_tested(allow_untested)
-        check_not_capturing(self.device)
+        check_outside_traces("a Session")
+        with self._on_device():
+            check_not_capturing(self.device)
         self.jax_device = jax_device_of("buffers", self.device)
         self._ticket = Ticket(self.device)
         self._lock = threading.RLock()
-        self._open = True
-        self._user: tuple[int, torch.cuda.Stream | None] | None = None
+        self._turns = 0
+        self._user: tuple[int | None, torch.cuda.Stream | None] = (None, self._current_stream())
         self._retained = Retained()
+        if self.on_gpu:
+            release_outliving(self._synchronise)
         with self._on_device():
             for buffer in self._buffers.values():
                 buffer.view()
+        self._open = True
 
     @property
     def tensors(self) -> Mapping[str, Any]:
-        """The buffers as torch's, by name."""
-        return MappingProxyType({name: buffer.tree for name, buffer in self._buffers.items()})
+        """The buffers as torch's, by name, in containers of their own: write into the tensors, not into those."""
+        return MappingProxyType({name: buffer.tree() for name, buffer in self._buffers.items()})
 
     @property
     def arrays(self) -> Mapping[str, Any]:
-        """The buffers as JAX's, by name: imported anew, so that programs that use them see what torch has written."""
+        """The buffers as JAX's, by name: imported anew, so that programs that use them see what torch has written.
+
+        Nothing orders torch's next writes after such programs, on the CPU neither: wait for their results first
+        (``jax.block_until_ready``), or make them a step.
+        """
         with self._lock, self._on_device():
             self._enter()
             return MappingProxyType(
                 {
-                    name: jax.tree.unflatten(
-                        buffer.structure, [dlpack.from_dlpack(tensor, copy=False) for tensor in buffer.tensors]
-                    )
+                    name: jax.tree.unflatten(buffer.structure, buffer.imported())
                     for name, buffer in self._buffers.items()
                 }
             )
 
     @property
     def pointers(self) -> Mapping[str, list[tuple[int, int]]]:
-        """For each buffer its addresses, (torch's, JAX's): equal, always."""
-        return {
-            name: [
-                (tensor.data_ptr(), array.unsafe_buffer_pointer())
-                for tensor, array in zip(buffer.tensors, buffer.arrays, strict=True)
-            ]
-            for name, buffer in self._buffers.items()
-        }
+        """For each buffer its addresses, (torch's, JAX's): equal, or a step would refuse."""
+        with self._lock:
+            self._check_open()
+            return {
+                name: [
+                    (tensor.data_ptr(), array.unsafe_buffer_pointer())
+                    for tensor, array in zip(buffer.tensors, buffer.arrays, strict=True)
+                ]
+                for name, buffer in self._buffers.items()
+            }
 
     def jax_step(self, function: Callable[..., Any], *, updates: Sequence[str] = ()) -> JaxStep:
         """Return a step that runs a JAX function from torch code.
@@ -116,7 +126,7 @@ class Session:
         register what is the same every step, and return one result.
 
         Args:
-            function: a pure function.
+            function: a pure function. What it is given it does not return: only what is computed tells when.
             updates: names of buffers that the function replaces. It then returns ``(results, {name: new buffer})``;
                 the old buffers are donated and JAX writes into the registered memory, in place. On the CPU, where it
                 cannot, the new buffers are copied back, which the session must allow (``copy=True``).
@@ -148,12 +158,12 @@ class Session:
         """Return a step that runs a torch function from JAX code.
 
         ``function(buffers, *args, **kwargs)`` runs eagerly on torch's current stream; ``buffers`` is a dict of torch's
-        views by name, which it may write to. JAX arrays among ``args`` arrive as tensors, torch waits for them; tensors
-        in what it returns become arrays, and JAX programs that use one of them run after the whole step. So do this
-        session's later JAX steps.
+        views by name, which it may write to, in place. JAX arrays among ``args`` arrive as tensors, to be read only;
+        torch waits for them. Tensors in what it returns become arrays, and JAX programs that use one of them run after
+        the whole step. So do this session's later JAX steps.
 
         Args:
-            function: any torch code; no gradients.
+            function: any torch code; no gradients. It returns tensors of its own, not buffers or views of them.
         """
         return TorchStep(self, function)
 
@@ -162,49 +172,75 @@ class Session:
         """Take the buffers for this thread and torch's current stream, until the end of the block.
 
         Needed where several threads or streams write to the buffers: inside, this stream comes after all that the last
-        user's stream holds, JAX's work included, and other threads wait.
+        user's stream holds, JAX's work included, and other threads wait. A turn on another stream inside a turn is
+        given back at its end; otherwise a turn is kept until another is taken.
 
         Raises:
-            RuntimeError: the stream is under capture, or the session is closed.
+            RuntimeError: the stream is under capture, inside a JAX transformation, or the session is closed.
         """
         with self._lock, self._on_device():
-            self._check_open()
-            check_not_capturing(self.device)
-            stream = self._current_stream()
-            user = (threading.get_ident(), stream)
-            before = self._user[1] if self._user is not None else None
-            if stream is not None and before is not None and before != stream:
-                stream.wait_stream(before)
-            self._user = user
-            yield self
+            self._check_usable()
+            before = self._user
+            self._pass_to((threading.get_ident(), self._current_stream()))
+            self._turns += 1
+            try:
+                yield self
+            finally:
+                self._turns -= 1
+                if self._turns:
+                    self._pass_to(before)
 
     def close(self) -> None:
-        """Wait until both frameworks are done with the buffers, and let JAX's views go. Twice is once."""
-        with self._lock:
+        """Wait until both frameworks are done with the device, and let JAX's views go. Twice is once.
+
+        Results that are still viewed live on; their memory is given back at the end of a later session.
+
+        Raises:
+            RuntimeError: the stream is under capture.
+        """
+        with self._lock, self._on_device():
             if not self._open:
                 return
+            check_not_capturing(self.device)
             self._open = False
-            if self._user is not None and self._user[1] is not None:
-                self._user[1].synchronize()
-            self._retained.clear()
+            if self.on_gpu:
+                release_outliving(self._synchronise)
+                self._synchronise()
+            self._retained.close()
             for buffer in self._buffers.values():
                 buffer.arrays = []
 
     def _enter(self) -> torch.cuda.Stream | None:
         """Return the stream of a step, after checking that the caller has the turn. The caller holds the lock."""
-        self._check_open()
-        check_not_capturing(self.device)
+        self._check_usable()
         stream = self._current_stream()
         thread = threading.get_ident()
-        if self._user is None:
-            self._user = (thread, stream)
+        if self._user[0] is None:
+            self._pass_to((thread, stream))
         elif thread != self._user[0] or stream != self._user[1]:
             other = "thread" if thread != self._user[0] else "stream"
             raise RuntimeError(
                 f"this session's buffers belong to another {other} at the moment, and what this one did to them is "
                 "not ordered: put writes and step into `with session.turn():` here"
             )
+        for buffer in self._buffers.values():
+            buffer.check_in_place()
         return stream
+
+    def _pass_to(self, user: tuple[int | None, torch.cuda.Stream | None]) -> None:
+        """Make another user's stream wait for the last one's, and remember it."""
+        before, stream = self._user[1], user[1]
+        if before is not None and stream is not None and before != stream:
+            stream.wait_stream(before)
+        self._user = user
+
+    def _check_usable(self) -> None:
+        self._check_open()
+        check_outside_traces("a step")
+        check_not_capturing(self.device)
+
+    def _synchronise(self) -> None:
+        torch.cuda.synchronize(self.device)
 
     def _check_open(self) -> None:
         if not self._open:
@@ -214,14 +250,15 @@ class Session:
         return torch.cuda.current_stream(self.device) if self.on_gpu else None
 
     def _on_device(self) -> AbstractContextManager[Any]:
-        """Make the device torch's current one: torch exports from that alone."""
-        if self.on_gpu and self.device.index != torch.cuda.current_device():
-            return torch.cuda.device(self.device)
-        return nullcontext()
+        return on_device(self.device) if self.on_gpu else nullcontext()
 
     def __del__(self) -> None:
         # JAX may give its memory away as soon as nothing refers to it, whatever torch's streams still hold.
-        if getattr(self, "_open", False) and not sys.is_finalizing():
+        if not getattr(self, "_open", False) or sys.is_finalizing():
+            return
+        if is_capturing(self.device):  # which waiting would break
+            outlive(lambda: True, (self._buffers, self._retained))
+        else:
             self.close()
 
     def __enter__(self) -> Session:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import torch
 
-from bridge._exchange import to_jax, to_torch
+import swa_pallas
+import swa_torch
+from bridge._buffers import Buffer, is_cache
+from bridge._dtypes import check_dtype
+from bridge._exchange import export_value, import_value
 from bridge._fence import await_result
 
 if TYPE_CHECKING:
@@ -18,7 +24,7 @@ if TYPE_CHECKING:
 class JaxStep:
     """A jitted JAX function of a session's buffers; made by ``Session.jax_step``.
 
-    Called with torch tensors, arrays and numbers, it returns what the function returns, as tensors.
+    Called with tensors, arrays, caches and numbers, it returns what the function returns, as tensors.
     """
 
     def __init__(self, session: Session, function: Callable[..., Any], updates: tuple[str, ...]) -> None:
@@ -28,45 +34,92 @@ class JaxStep:
         self._updated = [buffers[name] for name in updates]
         self._read = [buffer for name, buffer in buffers.items() if name not in updates]
         self._traced = False
-        donate = (1,) if session.on_gpu else ()
-        self._jitted = jax.jit(self._run, donate_argnums=donate, keep_unused=True)
+
+        def run(ticket: Any, updated: Any, read: Any, args: Any, kwargs: Any) -> Any:
+            return self._run(ticket, updated, read, args, kwargs)
+
+        run.__name__ = f"swa_step_{getattr(function, '__name__', 'of').strip('<>')}"  # what profiles show
+        self._jitted = jax.jit(run, donate_argnums=(1,) if session.on_gpu else (), keep_unused=True)
         self.__wrapped__ = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step; see ``Session.jax_step``."""
+        return _untraced(self._step, args, kwargs)
+
+    def _step(self, *args: Any, **kwargs: Any) -> Any:
         session = self._session
         with session._lock, session._on_device():
             stream = session._enter()
-            arguments: list[torch.Tensor] = []
+            if session.on_gpu and jax.config.read("jax_disable_jit"):
+                raise RuntimeError(
+                    "a step must be jitted, because programs wait and functions do not: unset jax_disable_jit"
+                )
             if args or kwargs:
-                args, kwargs = jax.tree.map(lambda leaf: _argument(leaf, arguments), (args, kwargs))
-            unused = session._retained.unused_results()
+                args, kwargs = self._arguments(args, kwargs, stream)
+            unused = session._retained.unused_results(stream)
             ticket = session._ticket.punch(stream)
             donated = [buffer.arrays for buffer in self._updated]
             read = [buffer.arrays for buffer in self._read]
             self._traced = False
+            outcome: Any = ()
             try:
-                updated, results, fence = self._jitted(ticket, donated, read, args, kwargs)
+                outcome = self._jitted(ticket, donated, read, args, kwargs)
+                updated, results, fence = outcome
+                for buffer, arrays in zip(self._updated, updated, strict=True):
+                    buffer.arrays = arrays
+                session._retained.dispatched(unused)
+                tensors = self._finish(results, fence, stream)
+                if self._traced:
+                    self._check_updated()
             except BaseException:
-                self._restore()
+                self._recover(outcome)
                 raise
-            for buffer, arrays in zip(self._updated, updated, strict=True):
-                buffer.arrays = arrays
-            session._retained.dispatched(unused, arguments)
-            tensors = self._finish(results, fence, stream)
-            if self._traced:
-                self._check_updated()
             return tensors
+
+    def _arguments(self, args: Any, kwargs: Any, stream: torch.cuda.Stream | None) -> Any:
+        """Return a call's arguments as JAX's, checked."""
+        session = self._session
+
+        def argument(path: Any, leaf: Any) -> Any:
+            ours = isinstance(leaf, (torch.Tensor, swa_torch.PagedCache))
+            if not ours and not isinstance(leaf, (jax.Array, swa_pallas.PagedCache)):
+                return leaf
+            given = leaf
+            if ours:
+                for tensor in _parts(leaf):
+                    if tensor.device != session.device:
+                        raise ValueError(f"{_name(path)} must be on {session.device}, got a tensor on {tensor.device}")
+                given = import_value(_name(path), leaf)
+            else:
+                for array in _parts(leaf):
+                    if array.committed and array.devices() != {session.jax_device}:
+                        raise ValueError(f"{_name(path)} must be on {session.jax_device}, got one on {array.devices()}")
+            if self._updated:
+                for array in _parts(given):
+                    _check_apart(_name(path), array, self._updated)
+            if ours and stream is not None:
+                for tensor in _parts(leaf):
+                    # Wherever it was allocated, it is not reused before this stream, which will have waited for JAX.
+                    tensor.record_stream(stream)
+            return given
+
+        return jax.tree_util.tree_map_with_path(argument, (args, kwargs), is_leaf=is_cache)
 
     def _run(self, ticket: Any, updated: Any, read: Any, args: Any, kwargs: Any) -> Any:
         """Trace the caller's function. Updates come first: JAX gives donated memory to the first outputs like it."""
         self._traced = True
-        given = dict(zip(self._names(self._updated + self._read), [*updated, *read], strict=True))
+        given = dict(zip(_names(self._updated + self._read), [*updated, *read], strict=True))
         trees = {
             buffer.name: jax.tree.unflatten(buffer.structure, given[buffer.name])
             for buffer in self._session._buffers.values()
         }
         outcome = self._function(trees, *args, **kwargs)
+        for buffer in self._read:
+            if not _is_same(jax.tree.leaves(trees.get(buffer.name)), given[buffer.name]):
+                raise ValueError(
+                    f"a step that replaces buffers[{buffer.name!r}] must have it among its updates and return it, "
+                    f"got updates={tuple(_names(self._updated))}"
+                )
         new: Any = {}
         if self._updated:
             if not isinstance(outcome, tuple) or len(outcome) != 2 or not isinstance(outcome[1], dict):
@@ -75,10 +128,10 @@ class JaxStep:
                     f"got {jax.tree.structure(outcome) if isinstance(outcome, tuple) else type(outcome).__name__}"
                 )
             outcome, new = outcome
-            if set(new) != set(self._names(self._updated)):
+            if set(new) != set(_names(self._updated)):
                 raise ValueError(
-                    f"a step must return a new buffer for each of its updates "
-                    f"({', '.join(self._names(self._updated))}), got {', '.join(map(str, new)) or 'none'}"
+                    f"a step must return a new buffer for each of its updates ({', '.join(_names(self._updated))}), "
+                    f"got {', '.join(map(str, new)) or 'none'}"
                 )
         inputs = {id(leaf) for leaves in given.values() for leaf in leaves}
         renewed = [_renewed(buffer, new[buffer.name], inputs) for buffer in self._updated]
@@ -86,23 +139,37 @@ class JaxStep:
         if any(id(leaf) in taken for leaf in jax.tree.leaves(outcome)):
             raise ValueError(
                 "a step must return what it computed, because what it was given tells nothing about when it is done, "
-                "got a buffer or an argument among its results (buffers are in session.tensors)"
+                "got a buffer or an argument among its results: use session.tensors, or return jnp.copy(...) of it"
             )
+        outcome = jax.tree.map(jnp.asarray, outcome)
+        for leaf in jax.tree.leaves(outcome):
+            check_dtype("a result of a step", leaf.dtype.name)
         return renewed, outcome, () if jax.tree.leaves(outcome) else (ticket[:1] + 1,)
 
     def _finish(self, results: Any, fence: Any, stream: torch.cuda.Stream | None) -> Any:
         """Return the results as tensors, which orders torch's current stream after the whole program."""
         session = self._session
-        leaves, structure = jax.tree.flatten(results)
-        tensors = []
-        for array in (*leaves, *fence):
+
+        def tensor_of(array: jax.Array) -> torch.Tensor:
             tensor = await_result(array, stream)
-            tensors.append(tensor)
-            if session.on_gpu:
-                session._retained.result(tensor, array)
-        if not session.on_gpu and self._updated:
+            if stream is not None:
+                session._retained.result(tensor, array, stream)
+            return tensor
+
+        def result(leaf: Any) -> Any:
+            if not isinstance(leaf, swa_pallas.PagedCache):
+                return tensor_of(leaf)
+            bases = tuple(map(tensor_of, leaf.bases))
+            return swa_torch.PagedCache(
+                bases if len(bases) == 2 else bases[0], leaf.layout, k_dim=leaf.k_dim, v_dim=leaf.v_dim
+            )
+
+        tensors = jax.tree.map(result, results, is_leaf=is_cache)
+        for array in fence:
+            tensor_of(array)
+        if stream is None and self._updated:
             self._copy_back()
-        return jax.tree.unflatten(structure, tensors[: len(leaves)])
+        return tensors
 
     def _copy_back(self) -> None:
         """Bring updates home to the buffers' memory, which JAX's CPU client cannot write."""
@@ -116,21 +183,17 @@ class JaxStep:
         for buffer in self._updated:
             for tensor, array in zip(buffer.tensors, buffer.arrays, strict=True):
                 if tensor.numel() and array.unsafe_buffer_pointer() != tensor.data_ptr():
-                    self._restore()
                     raise RuntimeError(
                         f"JAX updated buffers[{buffer.name!r}] in memory of its own, not in place, so that torch does "
                         f"not see it (jax {jax.__version__})"
                     )
 
-    def _restore(self) -> None:
-        """View again what a failed step may have taken."""
+    def _recover(self, outcome: Any) -> None:
+        """After a failure: wait for what was dispatched, which nothing else waits for, and view the buffers again."""
+        with contextlib.suppress(Exception):  # the failure itself, once more
+            jax.block_until_ready(outcome)
         for buffer in self._updated:
-            if any(array.is_deleted() for array in buffer.arrays) or self._traced:
-                buffer.view()
-
-    @staticmethod
-    def _names(buffers: list[Any]) -> list[str]:
-        return [buffer.name for buffer in buffers]
+            buffer.view()
 
 
 class TorchStep:
@@ -143,38 +206,59 @@ class TorchStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step; see ``Session.torch_step``."""
+        return _untraced(self._step, args, kwargs)
+
+    def _step(self, *args: Any, **kwargs: Any) -> Any:
         session = self._session
         with session._lock, session._on_device():
             session._enter()
             arrays: list[jax.Array] = []
-            args, kwargs = jax.tree.map(lambda leaf: _to_torch_argument(leaf, arrays), (args, kwargs))
-            results = self._function(dict(session.tensors), *args, **kwargs)
-            del args, kwargs
-            if session.on_gpu:
-                session._retained.read_by_torch(arrays)
-            return jax.tree.map(lambda leaf: to_jax(leaf) if isinstance(leaf, torch.Tensor) else leaf, results)
+
+            def argument(path: Any, leaf: Any) -> Any:
+                if not isinstance(leaf, (jax.Array, swa_pallas.PagedCache)):
+                    return leaf
+                arrays.extend(_parts(leaf))
+                return export_value(_name(path), leaf)
+
+            args, kwargs = jax.tree_util.tree_map_with_path(argument, (args, kwargs), is_leaf=is_cache)
+            given = dict(session.tensors)
+            try:
+                results = self._function(given, *args, **kwargs)
+            finally:
+                del args, kwargs
+                if session.on_gpu:
+                    session._retained.read_by_torch(arrays)
+            self._check_kept(given)
+            return jax.tree.map(self._result, results, is_leaf=is_cache)
+
+    def _check_kept(self, given: Mapping[str, Any]) -> None:
+        for buffer in self._session._buffers.values():
+            leaves = jax.tree.leaves(given.get(buffer.name), is_leaf=is_cache)
+            if not _is_same(leaves, buffer.leaves):
+                raise ValueError(
+                    f"a torch step must write into buffers[{buffer.name!r}] in place (copy_), got it replaced, which "
+                    "JAX does not see"
+                )
+
+    def _result(self, leaf: Any) -> Any:
+        if not isinstance(leaf, (torch.Tensor, swa_torch.PagedCache)):
+            return leaf
+        name = "a result of a torch step"
+        array = import_value(name, leaf)
+        for part in _parts(array):
+            _check_apart(name, part, list(self._session._buffers.values()))
+        return array
 
 
-def _argument(leaf: Any, arguments: list[torch.Tensor]) -> Any:
-    """Return an argument of a JAX step; a tensor is imported, and its memory kept from early reuse."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    array = to_jax(leaf)
-    arguments.append(leaf)
-    if leaf.device.type == "cuda":
-        # Wherever it was allocated, it is not reused before this stream, which will have waited for JAX.
-        leaf.record_stream(torch.cuda.current_stream(leaf.device))
-    return array
+def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
 
 
-def _to_torch_argument(leaf: Any, arrays: list[jax.Array]) -> Any:
-    if not isinstance(leaf, jax.Array):
-        return leaf
-    arrays.append(leaf)
-    return to_torch(leaf)
+_untraced: Callable[..., Any] = torch.compiler.disable(_call)
+"""Calls what torch.compile would otherwise trace into: a step breaks the graph and runs as it is."""
 
 
-def _renewed(buffer: Any, tree: Any, inputs: set[int]) -> list[Any]:
+def _renewed(buffer: Buffer, tree: Any, inputs: set[int]) -> list[Any]:
     """Return the arrays of an updated buffer, checked against the memory that they will be written to."""
     leaves, structure = jax.tree.flatten(tree)
     if structure != buffer.structure:
@@ -182,11 +266,50 @@ def _renewed(buffer: Any, tree: Any, inputs: set[int]) -> list[Any]:
             f"the new buffers[{buffer.name!r}] must have the structure it was registered with ({buffer.structure}), "
             f"got {structure}"
         )
+    renewed = []
     for leaf, old in zip(leaves, buffer.arrays, strict=True):
-        if leaf.shape != old.shape or leaf.dtype != old.dtype:
+        array = jnp.asarray(leaf)
+        if array.shape != old.shape or array.dtype != old.dtype:
             raise ValueError(
                 f"the new buffers[{buffer.name!r}] must keep its shape and dtype, {old.dtype.name}{list(old.shape)}, "
-                f"got {leaf.dtype.name}{list(leaf.shape)}"
+                f"got {array.dtype.name}{list(array.shape)}"
             )
-    # An input returned as it is would be handed through, not written: behind a barrier it stays in its place.
-    return [jax.lax.optimization_barrier(leaf) if id(leaf) in inputs else leaf for leaf in leaves]
+        # An input returned as it is would be handed through, not written: behind a barrier it stays in its place.
+        # The conversion changes no value: it takes the weak type away, with which the next step would compile anew.
+        held = jax.lax.optimization_barrier(array) if id(leaf) in inputs else array
+        renewed.append(jax.lax.convert_element_type(held, old.dtype))
+    return renewed
+
+
+def _check_apart(name: str, array: Any, buffers: list[Buffer]) -> None:
+    """Check that an array lies in none of the buffers, each of which one side may write while the other reads."""
+    if not array.size or len(array.devices()) != 1:
+        return
+    start = array.unsafe_buffer_pointer()
+    end = start + array.nbytes
+    for buffer in buffers:
+        for tensor in buffer.tensors:
+            if start < tensor.data_ptr() + tensor.nbytes and tensor.data_ptr() < end:
+                raise ValueError(
+                    f"{name} must not share memory with buffers[{buffer.name!r}]: use the buffer itself inside the "
+                    "step, or a clone()"
+                )
+
+
+def _parts(leaf: Any) -> tuple[Any, ...]:
+    """Return an array itself, or a cache's bases."""
+    return leaf.bases if is_cache(leaf) else (leaf,)
+
+
+def _name(path: Any) -> str:
+    """Return the name of an argument from its place in ``(args, kwargs)``."""
+    return ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
+
+
+def _names(buffers: list[Buffer]) -> list[str]:
+    return [buffer.name for buffer in buffers]
+
+
+def _is_same(some: list[Any], others: list[Any]) -> bool:
+    """Whether two lists hold the very same objects."""
+    return len(some) == len(others) and all(one is other for one, other in zip(some, others, strict=True))

@@ -1,4 +1,4 @@
-"""``swa doctor``: what is installed, what serves a call here and why, and which known traps are near."""
+"""``swa doctor``: what is installed, what serves a call here and why, whether the bridge holds, and known traps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from bridge._cli import _doctor_jax
+from bridge._cli import _doctor_bridge, _doctor_jax
 from bridge._cli._console import print_json, stdout
 from swa_plan._device import LEAST_CAPABILITY
 
@@ -22,7 +22,7 @@ DISTRIBUTIONS = ("swa-decode", "numpy", "ml_dtypes", "torch", "triton", "jax", "
 
 
 def doctor(json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False) -> None:
-    """Show versions, devices, the backend that serves here and why, and known traps."""
+    """Show versions, devices, the backend that serves here and why, what the bridge can do, and known traps."""
     versions = {"python": platform.python_version(), **{name: _version(name) for name in DISTRIBUTIONS}}
     devices, hip = _devices()
     interpreter = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
@@ -36,9 +36,10 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="One JSON object on
         "reason": reason,
         "interpreter": interpreter,
         "jax": _doctor_jax.report(versions, seen),
+        "bridge": _doctor_bridge.report(versions, devices, hip, seen, os.environ),
         "warnings": [
             *known_traps(versions, devices, hip=hip, interpreter=interpreter),
-            *_doctor_jax.traps(versions, seen, torch_devices=len(devices)),
+            *_doctor_jax.traps(versions),
         ],
     }
     if json:
@@ -156,5 +157,9 @@ def _print(report: dict[str, Any], console: Console) -> None:
     console.print(table)
     for package, served in (("swa_torch", report), ("swa_pallas", report["jax"])):
         console.print(f"[bold]backend of {package}[/] {served['backend'] or 'none'}: {escape(served['reason'])}")
+    for line in _doctor_bridge.lines(report["bridge"]):
+        console.print(f"[bold]bridge[/] {escape(line)}")
+    for problem in report["bridge"]["problems"]:
+        console.print(f"[yellow]bridge[/] {escape(problem)}")
     for warning in report["warnings"]:
         console.print(f"[yellow]warning[/] {escape(warning)}")

@@ -22,13 +22,18 @@ class Seen:
     """What JAX shows.
 
     Attributes:
-        devices: JAX's devices; CUDA's have ``capability`` and ``num_sms``, for others these are None.
+        devices: JAX's devices; CUDA's have ``capability``, ``num_sms`` and ``id`` (their number among the CUDA devices
+            of the process), for others these are None.
         pallas_triton: whether this JAX has ``jax.experimental.pallas.triton``.
+        orders: whether its CUDA client, if there is one, can order its work by other libraries' streams.
+        x64: whether it has 64-bit types.
         error: why JAX or ``swa_pallas`` cannot be imported or started, or None.
     """
 
     devices: list[dict[str, Any]] = field(default_factory=list)
     pallas_triton: bool = False
+    orders: bool = True
+    x64: bool = False
     error: str | None = None
 
 
@@ -49,7 +54,17 @@ def look() -> Seen:
                 cuda = []
     except (ImportError, RuntimeError) as error:
         return Seen(error=" ".join(str(error).split()))
-    return Seen([_describe(device, device in cuda) for device in local], has_pallas_triton())
+    return Seen(
+        devices=[_describe(device, device in cuda) for device in local],
+        pallas_triton=has_pallas_triton(),
+        orders=all(map(_orders, cuda)),
+        x64=jax.dtypes.canonicalize_dtype("int64") == "int64",
+    )
+
+
+def cuda_devices(seen: Seen) -> list[dict[str, Any]]:
+    """Return the CUDA devices among those that JAX shows."""
+    return [device for device in seen.devices if device["capability"] is not None]
 
 
 def report(versions: dict[str, str | None], seen: Seen) -> dict[str, Any]:
@@ -71,7 +86,7 @@ def choose_backend(versions: dict[str, str | None], seen: Seen) -> tuple[str | N
         return None, "jax is not installed: pip install 'swa-decode[jax]'"
     if seen.error is not None:
         return None, f"jax {version} does not start: {seen.error}"
-    gpus = [device for device in seen.devices if device["capability"] is not None]
+    gpus = cuda_devices(seen)
     if not gpus:
         kinds = sorted({device["platform"] for device in seen.devices})
         return "xla", f"JAX computes on {', '.join(kinds) or 'nothing'}, no CUDA device"
@@ -86,42 +101,22 @@ def choose_backend(versions: dict[str, str | None], seen: Seen) -> tuple[str | N
     return "pallas_triton", reason
 
 
-def traps(versions: dict[str, str | None], seen: Seen, *, torch_devices: int) -> list[str]:
-    """Return a line for each known trap of JAX that this machine is near.
-
-    Args:
-        versions: installed versions, None where absent.
-        seen: what JAX shows.
-        torch_devices: CUDA devices that torch sees.
-    """
+def traps(versions: dict[str, str | None]) -> list[str]:
+    """Return a line for each known trap of JAX alone that this machine is near."""
     version = versions["jax"]
     if version is None:
         return []
-    lines = []
     oldest, newest = TESTED[0], TESTED[-1]
     if release(version, 3) < release(oldest, 3):
-        lines.append(f"jax {version} is older than {oldest}, the oldest that is tested")
-    elif release(version) not in map(release, TESTED):
-        lines.append(f"jax {version} is not tested ({', '.join(TESTED)} are)" + _newer(version, newest))
-    if seen.error is not None:
-        return lines
-    sees_cuda = any(device["capability"] is not None for device in seen.devices)
-    if torch_devices and not sees_cuda:
-        lines.append(
-            "torch sees a CUDA device and JAX does not: install JAX's CUDA plugin (pip install 'jax[cuda13]' or "
-            "'jax[cuda12]'), and look at JAX_PLATFORMS"
-        )
-    if torch_devices and preallocates(seen):
-        lines.append(
-            "JAX takes most of a GPU's memory when it starts, and torch in the same process starves: set "
-            "XLA_PYTHON_CLIENT_PREALLOCATE=false before JAX starts"
-        )
-    return lines
+        return [f"jax {version} is older than {oldest}, the oldest that is tested"]
+    if release(version) not in map(release, TESTED):
+        return [f"jax {version} is not tested ({', '.join(TESTED)} are)" + _newer(version, newest)]
+    return []
 
 
 def preallocates(seen: Seen) -> bool:
     """Tell whether a process started like this one would give JAX most of a GPU's memory."""
-    return any(d["capability"] is not None for d in seen.devices) and _frameworks.preallocates(os.environ)
+    return bool(cuda_devices(seen)) and _frameworks.preallocates(os.environ)
 
 
 def release(version: str, numbers: int = 2) -> tuple[int, ...]:
@@ -141,4 +136,15 @@ def _describe(device: Any, is_cuda: bool) -> dict[str, Any]:
         "name": device.device_kind,
         "capability": capability_of(device) if is_cuda else None,
         "num_sms": device.core_count if is_cuda else None,
+        "id": device.local_hardware_id if is_cuda else None,
     }
+
+
+def _orders(device: Any) -> bool:
+    import jax
+
+    try:
+        device.get_stream_for_external_ready_events()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
