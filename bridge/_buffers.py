@@ -60,12 +60,13 @@ class Buffer:
         Raises:
             RuntimeError: one was; JAX works on the old one.
         """
-        for tensor, address in zip(self.tensors, self.addresses, strict=True):
-            if tensor.data_ptr() != address:
-                raise RuntimeError(
-                    f"buffers[{self.name!r}] must stay where it was registered, got a tensor moved from {address:#x} "
-                    f"to {tensor.data_ptr():#x} (by set_, .data = or resize_): register it in a new session"
-                )
+        found = [tensor.data_ptr() for tensor in self.tensors]
+        if found != self.addresses:
+            moved, address = next(pair for pair in zip(found, self.addresses, strict=True) if pair[0] != pair[1])
+            raise RuntimeError(
+                f"buffers[{self.name!r}] must stay where it was registered, got a tensor moved from {address:#x} to "
+                f"{moved:#x} (by set_, .data = or resize_): register it in a new session"
+            )
 
 
 def register(buffers: Mapping[str, Any]) -> dict[str, Buffer]:

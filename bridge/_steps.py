@@ -44,7 +44,7 @@ class JaxStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step; see ``Session.jax_step``."""
-        return _untraced(self._step, args, kwargs)
+        return (_untraced if torch.compiler.is_compiling() else _call)(self._step, args, kwargs)
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         session = self._session
@@ -206,7 +206,7 @@ class TorchStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step; see ``Session.torch_step``."""
-        return _untraced(self._step, args, kwargs)
+        return (_untraced if torch.compiler.is_compiling() else _call)(self._step, args, kwargs)
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         session = self._session
