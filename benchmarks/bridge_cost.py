@@ -2,7 +2,7 @@
 
 Times are host microseconds a call in loops that do not wait for the device, as a serving loop does not; medians of
 loops short enough that no queue fills up. ``jit dispatch`` is the same jitted function called with arrays that are
-JAX's already.
+JAX's already, ``dispatch and export`` waits for its launch too.
 
 XLA_PYTHON_CLIENT_PREALLOCATE=false python -m benchmarks.bridge_cost [--json FILE]
 """
@@ -83,14 +83,19 @@ def measure(name: str, buffers: dict[str, Any], *, update: bool) -> dict[str, An
             return results
 
         result = dispatch()
-        whole, alone, imported, exported = host_us(
-            step, dispatch, lambda: session._ticket.punch(stream), lambda: await_result(result, stream)
+        whole, alone, launched, imported, exported = host_us(
+            step,
+            dispatch,
+            lambda: await_result(dispatch(), stream),
+            lambda: session._ticket.punch(stream),
+            lambda: await_result(result, stream),
         )
     return {
         "case": name,
         "step": whole,
         "jit dispatch": alone,
         "import + export": whole - alone,
+        "dispatch and export": launched,
         "import alone": imported,
         "export alone": exported,
     }
