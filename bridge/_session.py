@@ -27,7 +27,7 @@ from bridge._exchange import check_outside_traces
 from bridge._fence import Ticket
 from bridge._retained import Retained, outlive, release_outliving
 from bridge._steps import JaxStep, TorchStep
-from bridge._versions import check_order_tested
+from bridge._versions import check_order_tested, check_versions
 
 
 class Session:
@@ -65,6 +65,7 @@ class Session:
         (self.device,) = devices
         self.copy = copy
         self.on_gpu = self.device.type == "cuda"
+        check_versions()
         if self.on_gpu:
             check_order_tested(allow_untested)
         check_outside_traces("a Session")

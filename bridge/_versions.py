@@ -12,7 +12,7 @@ LEAST = {"torch": (2, 11), "jax": (0, 10, 2)}
 ORDER_TESTED = (("2.11", "0.11"),)
 """(torch, jax) on whose GPU path the race and lifetime tests ran (one H200)."""
 
-VALUES_TESTED = (*ORDER_TESTED, ("2.13", "0.10"))
+VALUES_TESTED = (*ORDER_TESTED, ("2.13", "0.10"), ("2.13", "0.12"))
 """(torch, jax) with which the tests ran on a CPU."""
 
 
@@ -68,5 +68,16 @@ def check_order_tested(allow_untested: bool) -> None:
     )
 
 
+def interpreter_fault(triton: str | None, numpy: str | None) -> str | None:
+    """Return why Triton's interpreter fails with these versions, and the mend; None if it does not."""
+    if triton is None or numpy is None or _numbers(triton) >= (3, 9) or _numbers(numpy) < (2, 4):
+        return None
+    return f"the interpreter of triton {triton} fails with numpy {numpy}: it needs triton>=3.9 or numpy<2.4"
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
+
+
 def _minor(text: str) -> str:
-    return ".".join(re.findall(r"\d+", text)[:2])
+    return ".".join(map(str, _numbers(text)))

@@ -2,7 +2,7 @@
 
     python examples/two_frameworks.py
 
-Runs on a GPU if both frameworks see one, else on the CPU. Nothing is copied, and no step waits on the host for the GPU.
+Runs on a GPU if both frameworks see one, else on the CPU. Nothing is copied; only what is printed is waited for.
 """
 
 import os

@@ -217,8 +217,8 @@ def plan(
         kernel: ``portable``, ``ops`` or ``interpret``; None takes ``portable`` on a GPU and ``ops`` on a CPU.
         batch_invariant: choose from (row bound, heads, dims, dtype, window, table width) alone, so that a request's
             bits do not depend on the batch it is in.
-        dependent_launch: whether a kernel starts while the one before it ends, as Triton's do (CUDA's programmatic
-            dependent launch) and XLA's do not. A batch-invariant plan is the same for both.
+        dependent_launch: for ``portable``, whether a kernel starts while the one before it ends, as Triton's do (CUDA's
+            programmatic dependent launch) and XLA's do not. A batch-invariant plan is the same for both.
 
     Returns:
         The plan. Algorithm: split-KV decoding (Dao et al., "Flash-Decoding", 2023), splitting the live window only.
@@ -235,6 +235,7 @@ def plan(
     profile = device if device.capability else DeviceProfile.named("h200")
     if batch_invariant:
         return _invariant_plan(problem, profile, kernel, device.name)
+    dependent_launch = dependent_launch or kernel != "portable"
     pack = _choose_pack(problem, profile)
     splits = _choose_splits(problem, pack, profile, dependent_launch)
     tile = choose_tile(problem, pack, splits, profile, dependent_launch=dependent_launch)

@@ -71,7 +71,7 @@ def check(
         print_report(outcomes, absent, stdout(), brief=brief, all_rows=all_rows, wall_s=time.perf_counter() - start)
     misses = [outcome for outcome in outcomes if not outcome.ok]
     if misses:
-        _name_misses(misses, {drawn.name: drawn for drawn in random})
+        _name_misses(misses, {drawn.name: drawn for drawn in random}, seed=seed)
         raise typer.Exit(1)
 
 
@@ -96,17 +96,21 @@ def _choose(asked: list[str]) -> tuple[list[str], bool, dict[str, str]]:
     return [name for name in present if name in wanted], own_process and "interpret" in wanted, absent
 
 
-def _name_misses(misses: list[parity.Outcome], random: dict[str, Case]) -> None:
+def _name_misses(misses: list[parity.Outcome], random: dict[str, Case], *, seed: int) -> None:
     """Say on stderr where each miss is, and all that a random case needs to run again."""
     console = stderr()
     for miss in misses[:SHOWN_MISSES]:
         console.print(f"MISS {miss.backend}, {miss.case}: {miss.message}", markup=False, soft_wrap=True)
         if miss.case in random:
-            console.print(f"     {random[miss.case]!r}", markup=False, soft_wrap=True)
+            again = f"parity.check(parity.{random[miss.case]!r}, {miss.backend!r}, seed={seed})"
+            console.print(f"     {again}", markup=False, soft_wrap=True)
     if len(misses) > SHOWN_MISSES:
         console.print(f"and {len(misses) - SHOWN_MISSES} more")
     if all(1 < miss.ratio < LUCK and miss.bitwise and miss.same_memory is not False for miss in misses):
-        console.print("A ratio just above 1 can be the draw's luck: see whether it comes again with another --seed.")
+        console.print(
+            "A ratio just above 1 can be the draw's luck: see whether it comes again with another seed (--seed for "
+            "named cases; for a random one, which --seed draws, the call above)."
+        )
 
 
 def _run(jobs: list[tuple[Case, str]], interpreter: Interpreter | None, *, seed: int) -> list[parity.Outcome]:

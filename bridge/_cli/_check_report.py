@@ -50,7 +50,8 @@ def print_report(
     console.print(_backend_table(outcomes))
     console.print(
         "[dim]error, bound, ulps: of the case where error / bound is largest. bits: equal to a second run without "
-        "poison; for a crossed way, to the same kernel not crossed. memory: the cache has one address in both.[/]"
+        "poison; for a crossed way, to the same kernel not crossed. memory: cache and arguments have one address in "
+        "both.[/]"
     )
     for reason in dict.fromkeys(absent.values()):
         names = ", ".join(name for name, why in absent.items() if why == reason)

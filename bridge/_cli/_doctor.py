@@ -16,6 +16,7 @@ from rich.table import Table
 
 from bridge._cli import _doctor_bridge, _doctor_jax
 from bridge._cli._console import print_json, stdout
+from bridge._versions import interpreter_fault
 from swa_plan._device import LEAST_CAPABILITY
 
 DISTRIBUTIONS = ("swa-decode", "numpy", "ml_dtypes", "torch", "triton", "jax", "jaxlib", "typer", "rich", "matplotlib")
@@ -77,11 +78,9 @@ def known_traps(
 ) -> list[str]:
     """Return a line for each known trap that this machine is near."""
     traps = []
-    if _before(versions["triton"], 3, 7) and not _before(versions["numpy"], 2, 4):
-        traps.append(
-            f"triton {versions['triton']}'s interpreter fails with numpy >= 2.4 (here {versions['numpy']}): "
-            "backend 'interpret' needs a newer triton (3.9 works) or an older numpy"
-        )
+    fault = interpreter_fault(versions["triton"], versions["numpy"])
+    if fault is not None:
+        traps.append(f"backend 'interpret' cannot run: {fault}")
     if interpreter:
         traps.append(
             "TRITON_INTERPRET is set: kernels are interpreted on the CPU, where tl.dot of bfloat16 and casts to fp8 "

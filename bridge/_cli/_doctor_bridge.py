@@ -112,8 +112,8 @@ def _devices_apart(torch_devices: list[dict[str, Any]], seen: Seen, environment:
             "CUDA_VISIBLE_DEVICES, not with JAX_CUDA_VISIBLE_DEVICES"
         ]
     platforms = environment.get("JAX_PLATFORMS", "")
-    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
-        mend = f"JAX_PLATFORMS={platforms} leaves it out: unset it, or put cuda in front"
+    if platforms and platforms.split(",")[0] not in ("cuda", "gpu"):
+        mend = f"JAX_PLATFORMS={platforms} puts another first: unset it, or put cuda in front"
     elif not any(map(_installed, PLUGINS)):
         mend = "its jaxlib is for the CPU alone: pip install 'jax[cuda13]' or 'jax[cuda12]', as torch's CUDA is"
     else:
@@ -149,7 +149,10 @@ def _preallocated(torch_devices: list[dict[str, Any]], environment: Mapping[str,
     if not _frameworks.preallocates(environment):
         return 0
     given = environment.get("XLA_CLIENT_MEM_FRACTION") or environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
-    fraction = float(given) if given else DEFAULT_FRACTION
+    try:
+        fraction = float(given) if given else DEFAULT_FRACTION
+    except ValueError:  # JAX will say so itself when it starts
+        fraction = DEFAULT_FRACTION
     return int(fraction * min(device["memory_bytes"] for device in torch_devices))
 
 

@@ -84,15 +84,16 @@ def plan_command(
         for package, name in _frameworks.backends_of(chosen.kernel, backend).items()
         if planned[_frameworks.dependent_launch(name)] == chosen
     }
+    apart = planned[False] if planned[False] != planned[True] else None
     if json:
-        print_json({"backends": backends, **_as_json(chosen, original, lengths)})
+        waiting = None if apart is None else json_text.loads(apart.to_json())
+        print_json({"backends": backends, **_as_json(chosen, original, lengths), "plan_of_swa_pallas": waiting})
     else:
         _print(chosen, original, lengths, backends, stdout())
-        if _frameworks.framework_of(backend) is None and "swa_pallas" not in backends:
-            other = planned[False]
+        if _frameworks.framework_of(backend) is None and apart is not None:
             stdout().print(
                 f"\nXLA launches each kernel after the one before has ended: --backend pallas_triton plans splits "
-                f"{other.splits}, tile {other.tile}, {other.warps} warps, {other.stages} stages",
+                f"{apart.splits}, tile {apart.tile}, {apart.warps} warps, {apart.stages} stages",
                 markup=False, highlight=False, soft_wrap=True,
             )  # fmt: skip
 

@@ -146,7 +146,7 @@ def _bridge(result: ReplayResult, sharing: Sharing) -> Table:
         values = sum(found.values for found in result.differences)
         table.add_row(
             "decoded by both",
-            f"{len(result.differences)} requests, from the same bytes: {result.equal_share:.2%} of {values} values are "
+            f"{len(result.differences)} steps, from the same bytes: {result.equal_share:.2%} of {values} values are "
             f"equal bit by bit, the others at most {result.largest_ulps:g} ulp of their row's largest apart",
         )
     table.add_row("versions", sharing.versions)

@@ -1,7 +1,7 @@
 """The replay on both frameworks: torch owns the cache and appends to it, and they take turns to decode it.
 
 Even steps are ``swa_torch``'s, odd ones ``swa_pallas``'s through a ``bridge.Session``, which has the cache and the
-staging buffers registered once. Rows that are checked are decoded by the other one too, from the same bytes. JAX
+staging buffers registered once. Outside its time each step is decoded by the other one too, from the same bytes. JAX
 compiles one program a padded batch, which takes its share of the buffers inside, so that batches are padded to powers
 of two.
 """
@@ -20,11 +20,11 @@ import torch
 import swa_pallas
 from bridge import Session
 from bridge._replay import jax_runner
-from bridge._replay.crossing import Addresses, Sharing
+from bridge._replay.crossing import Addresses, Difference, Sharing, difference
 from bridge._replay.engine import Geometry, ReplayConfig
 from bridge._replay.jax_work import Work
 from bridge._replay.runner import Compilation, StepTimes
-from bridge._replay.torch_runner import TorchRunner
+from bridge._replay.torch_runner import TorchRunner, to_numpy
 from bridge._steps import JaxStep
 from bridge._versions import check_versions
 from swa_plan import Plan
@@ -130,6 +130,11 @@ class CrossedRunner(TorchRunner):
         self._stage(slot_mapping, seq_lens)
         self._outs.clear()
         return self._timed(lambda: self._decode_by(turn))
+
+    def compare(self, requests: int) -> Difference:
+        """Decode the last step by the other framework too, from the same bytes, and compare all live rows."""
+        rows = requests * self._config.model.query_len
+        return difference(*(to_numpy(out[:, :rows]) for out in self._decoded().values()))
 
     def finish(self) -> None:
         """Wait for both frameworks, and end the session."""

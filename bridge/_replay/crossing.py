@@ -40,7 +40,7 @@ class Sharing:
 
 @dataclass(frozen=True)
 class Difference:
-    """One request's rows as two frameworks decoded them from the same bytes.
+    """One step's rows as two frameworks decoded them from the same bytes.
 
     Attributes:
         values: values compared.

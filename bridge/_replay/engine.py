@@ -17,7 +17,7 @@ import numpy as np
 from bridge._replay.allocator import PagePool
 from bridge._replay.batching import Batch, pages_per_request
 from bridge._replay.checks import check_rows
-from bridge._replay.crossing import Difference, difference
+from bridge._replay.crossing import Difference
 from bridge._replay.result import CheckRecord, ReplayResult, StepRecord
 from bridge._replay.runner import Runner, StepTimes
 from bridge._replay.trace import Request
@@ -247,6 +247,9 @@ class Engine:
         start = time.perf_counter()
         self._times.append(self._runner.step(slot_mapping, seq_lens))
         host_us = (time.perf_counter() - start) * 1e6
+        found = self._runner.compare(requests)
+        if found is not None:
+            self._differences.append(found)
         if config.check_every and len(self._records) % config.check_every == 0:
             self._check(seq_lens)
 
@@ -323,8 +326,6 @@ class Engine:
                 request=running[row].request.number,
                 layer=layer,
             )
-            if len(seen.outs) == 2:
-                self._differences.append(difference(*seen.outs.values()))
         if not self._runner.padding_is_zero(len(running)):
             message = "rows of padding requests (seq_lens 0) are not all zero"
             inf = float("inf")

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import swa_pallas
-from bridge._replay.crossing import Sharing
+from bridge._replay.crossing import Difference, Sharing
 from bridge._replay.engine import Geometry, ReplayConfig
 from bridge._replay.jax_work import PREFILL_ROWS, Work, poison
 from bridge._replay.runner import Compilation, RowsSeen, StepTimes
@@ -105,6 +105,10 @@ class JaxRunner:
 
     def sharing(self) -> Sharing | None:
         """Return None: JAX works alone."""
+        return None
+
+    def compare(self, requests: int) -> Difference | None:
+        """Return None: there is no other way."""
         return None
 
     def plan(self, bucket: int) -> Plan:

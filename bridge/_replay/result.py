@@ -102,7 +102,7 @@ class ReplayResult:
         steps: one record a step.
         checks: one record a check.
         sharing: what two frameworks on one cache have shared, or None where there is but one.
-        differences: between the two, one record a request that was checked.
+        differences: between the two, one record a step.
         wall_s: host time of the whole replay, checks and data making included.
         trace_requests: requests in the trace.
         peak_pages: most pages in use.
@@ -277,7 +277,7 @@ class ReplayResult:
             "jax_plans": {str(bucket): _plan(plan) for bucket, plan in sorted(sharing.jax_plans.items())},
             "both_ways": _finite(
                 {
-                    "requests": len(self.differences),
+                    "steps": len(self.differences),
                     "values": sum(found.values for found in self.differences),
                     "equal_share": self.equal_share,
                     "largest_ulps": self.largest_ulps,

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from bridge._replay.crossing import Sharing
+from bridge._replay.crossing import Difference, Sharing
 from swa_plan import DeviceProfile, Plan
 
 StepTimes = tuple[float, float]
@@ -112,6 +112,14 @@ class Runner(Protocol):
 
         Returns:
             A function that tells how long it took; it may wait for the device.
+        """
+        ...
+
+    def compare(self, requests: int) -> Difference | None:
+        """Decode the last step the other way too and compare the rows of its first ``requests`` requests.
+
+        Returns:
+            What was found, or None where there is one way only.
         """
         ...
 

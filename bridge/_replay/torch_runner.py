@@ -17,7 +17,7 @@ import torch
 
 import swa_torch
 from bridge._replay.batching import bucket_size
-from bridge._replay.crossing import Sharing
+from bridge._replay.crossing import Difference, Sharing
 from bridge._replay.engine import Geometry, ReplayConfig
 from bridge._replay.runner import Compilation, RowsSeen, StepTimes
 from swa_plan import CacheLayout, DeviceProfile, Plan
@@ -59,7 +59,7 @@ class TorchRunner:
             raise ValueError("backend 'triton' needs a CUDA device, and torch sees none")
         self.backend = backend
         self.framework = f"torch {torch.__version__}"
-        self._backend = backend
+        self._kernel_backend = backend
         self._config = config
         self._cuda = backend == "triton"
         self._device = torch.device("cuda", torch.cuda.current_device()) if self._cuda else torch.device("cpu")
@@ -92,6 +92,10 @@ class TorchRunner:
         """Return None: torch works alone."""
         return None
 
+    def compare(self, requests: int) -> Difference | None:
+        """Return None: there is no other way."""
+        return None
+
     def plan(self, bucket: int) -> Plan:
         """Return the plan of a padded batch; on a GPU, compile and capture its graphs."""
         if bucket not in self._plans:
@@ -104,7 +108,7 @@ class TorchRunner:
                 query_len=model.query_len,
                 layer=self._layer(0),
                 max_requests=bucket,
-                backend=self._backend,
+                backend=self._kernel_backend,
             )
             if self._cuda:
                 self._capture(bucket)

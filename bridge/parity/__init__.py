@@ -24,6 +24,7 @@ from bridge.parity._backends import backends as backends
 from bridge.parity._backends import run as run
 from bridge.parity._cases import BRIEF as BRIEF
 from bridge.parity._cases import CASES as CASES
+from bridge.parity._cases import Case as Case
 from bridge.parity._cases import case_names as case_names
 from bridge.parity._cases import inputs as inputs
 from bridge.parity._cases import random_cases as random_cases

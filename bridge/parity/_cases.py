@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from swa_plan.cases import CASES as CASES
-from swa_plan.cases import Case, Inputs, by_name, make_inputs, random_case
+from swa_plan.cases import Case as Case
+from swa_plan.cases import Inputs, by_name, make_inputs, random_case
 
 DEFAULT_SEED = 1
 

@@ -31,8 +31,8 @@ class Outcome:
         bitwise_to: what they are compared with. For a crossed way, the backend whose kernel it runs: the same program
             on the same bits. For any other, its own second run, on data without poison: nothing unseen is read, and
             runs repeat.
-        same_memory: for a crossed way, whether each base of the cache has the same address in both frameworks; else
-            None.
+        same_memory: for a crossed way, whether the cache's bases and all other arrays have the same address in both
+            frameworks; else None.
         message: one line for a person, also when ok.
     """
 
@@ -120,7 +120,7 @@ def check(case: Case | str, backend: str, *, seed: int = DEFAULT_SEED) -> Outcom
     if not bitwise:
         message += f"; the bits differ from {bitwise_to}"
     if same_memory is False:
-        message += "; the cache was copied on its way"
+        message += "; an array was copied on its way"
     return Outcome(
         case=str(case),
         backend=backend,

@@ -22,7 +22,7 @@ class Crossing(NamedTuple):
 
     Attributes:
         result: the step's output and LSE.
-        same_memory: whether each base of the cache has the same address in both frameworks.
+        same_memory: whether each base of the cache, and each array beside it, has the same address in both frameworks.
     """
 
     result: Result
@@ -44,17 +44,17 @@ def run_crossed(inputs: Inputs, way: str) -> Crossing:
     with _jax.scope(*vars(inputs).values()):
         (query, cache, block_table, seq_lens), options = source.arguments(inputs, made_for)
         crossed = {name: there(value) if _is_array(value) else value for name, value in options.items()}
+        positional = [there(each) for each in (query, cache, block_table, seq_lens)]
+        pairs = [(query, positional[0]), *zip(cache.bases, positional[1].bases, strict=True)]
+        pairs += [(block_table, positional[2]), (seq_lens, positional[3])]
+        pairs += [(value, crossed[name]) for name, value in options.items() if _is_array(value)]
         if inputs.out_dtype is not None:
             crossed["out_dtype"] = target.to_dtype(inputs.out_dtype)
-        cache_there = there(cache)
-        returned = target.api.swa_decode(
-            there(query), cache_there, there(block_table), there(seq_lens),
-            backend=target.name_of(kernel), **crossed,
-        )  # fmt: skip
+        returned = target.api.swa_decode(*positional, backend=target.name_of(kernel), **crossed)
         result = to_result(returned, lambda array: source.to_numpy(back(array)))
-        same_memory = [source.address(base) for base in cache.bases] == [
-            target.address(base) for base in cache_there.bases
-        ]
+        same_memory = all(
+            source.address(ours) == target.address(theirs) for ours, theirs in pairs if ours.shape.count(0) == 0
+        )
     return Crossing(result, same_memory)
 
 

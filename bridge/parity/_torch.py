@@ -7,7 +7,6 @@ Triton interprets or compiles for the whole life of a process, so a process star
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 
 import swa_torch
+from bridge._versions import interpreter_fault
 from bridge.parity._backends import OWN_PROCESS
 from swa_plan.cases import Inputs
 from swa_torch._device import cuda_profile, interpreter_is_on
@@ -37,30 +37,18 @@ def why_absent(backend: str) -> str | None:
     if find_spec("triton") is None:
         return "triton is not installed: pip install 'triton>=3.6'"
     if backend == "interpret":
-        return _why_no_interpreter() or (None if interpreter_is_on() else OWN_PROCESS)
+        import triton
+
+        return interpreter_fault(triton.__version__, np.__version__) or (None if interpreter_is_on() else OWN_PROCESS)
     if torch.version.hip is None and not torch.cuda.is_available():
         return "torch sees no CUDA device"
+    if not torch.cuda.is_available():
+        return "torch sees no device"
     try:
         cuda_profile(torch.cuda.current_device())
     except NotImplementedError as error:
         return str(error)
     return None
-
-
-def _why_no_interpreter() -> str | None:
-    """Return why Triton's interpreter fails in this environment; None if it does not."""
-    triton, numpy = (_minor(version(name)) for name in ("triton", "numpy"))
-    if triton < (3, 9) and numpy >= (2, 4):
-        return (
-            f"the interpreter of triton {triton[0]}.{triton[1]} fails with NumPy {numpy[0]}.{numpy[1]}: "
-            "install numpy<2.4 or triton>=3.9"
-        )
-    return None
-
-
-def _minor(text: str) -> tuple[int, int]:
-    major, minor = text.split(".")[:2]
-    return int(major), int(minor)
 
 
 def name_of(backend: str) -> str:

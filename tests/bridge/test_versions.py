@@ -73,3 +73,28 @@ def test_a_gpus_session_wants_tested_versions(monkeypatch):
         Session({"x": x})
     with Session({"x": x}, allow_untested=True) as session:
         assert session.jax_step(total)().item() == 64
+
+
+@pytest.mark.parametrize(
+    "triton, numpy, fails",
+    [
+        ("3.6.0", "2.4.1", True),
+        ("3.8.1", "2.10", True),
+        ("3.6.0", "2.3.9", False),
+        ("3.9.0", "2.6", False),
+        (None, "2.6", False),
+    ],
+)
+def test_tritons_interpreter_with_newer_numpy(triton, numpy, fails):
+    fault = _versions.interpreter_fault(triton, numpy)
+    assert (fault is not None) == fails
+    assert fault is None or "it needs triton>=3.9 or numpy<2.4" in fault
+
+
+def test_old_versions_have_no_session_on_a_cpu_either(monkeypatch):
+    def refuse():
+        raise NotImplementedError("torch must be at least 2.11 for the bridge, got 2.9")
+
+    monkeypatch.setattr("bridge._session.check_versions", refuse)
+    with pytest.raises(NotImplementedError, match="torch must be at least"):
+        Session({"x": torch.ones(4)})

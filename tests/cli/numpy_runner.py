@@ -49,6 +49,9 @@ class NumpyRunner:
     def sharing(self):
         return None
 
+    def compare(self, requests):
+        return None
+
     def plan(self, bucket):
         self.plans.append(bucket)
         return plan(self.problem, DeviceProfile.named("cpu"))

@@ -124,7 +124,7 @@ def test_a_ratio_just_above_1_may_be_luck_and_exits_with_1(ratio, bitwise, luck,
     monkeypatch.setattr(parity, "check", lambda case, backend, seed: miss)
     result = swa("window-one", *FLOAT64)
     assert result.exit_code == 1
-    assert ("another --seed" in result.stderr) == luck
+    assert ("draw's luck" in result.stderr) == luck
 
 
 @NEEDS_CPU

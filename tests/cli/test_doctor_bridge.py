@@ -136,7 +136,7 @@ def test_every_status_has_words():
 @pytest.mark.parametrize(
     "environment, plugin, words",
     [
-        ({"JAX_PLATFORMS": "cpu"}, True, "JAX_PLATFORMS=cpu leaves it out: unset it, or put cuda in front"),
+        ({"JAX_PLATFORMS": "cpu"}, True, "JAX_PLATFORMS=cpu puts another first: unset it, or put cuda in front"),
         ({}, False, "its jaxlib is for the CPU alone: pip install 'jax[cuda13]'"),
         ({"JAX_PLATFORMS": "cuda,cpu"}, False, "its jaxlib is for the CPU alone: pip install 'jax[cuda13]'"),
         ({}, True, "JAX_PLATFORMS=cuda makes JAX say why; look at CUDA_VISIBLE_DEVICES"),

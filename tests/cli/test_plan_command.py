@@ -90,6 +90,7 @@ def test_no_line_is_wider_than_the_terminal(monkeypatch):
         ),
         (["--device", "h200", "--batch", "1"], "portable", "h200", {"swa_torch": "triton"}),
         (["--device", "cpu"], "ops", "cpu", {"swa_torch": "cpu", "swa_pallas": "xla"}),
+        (["--device", "cpu", "--batch", "1"], "ops", "cpu", {"swa_torch": "cpu", "swa_pallas": "xla"}),
         (["--device", "a100", "--backend", "triton"], "portable", "a100", {"swa_torch": "triton"}),
         (["--device", "a100", "--backend", "pallas_triton"], "portable", "a100", {"swa_pallas": "pallas_triton"}),
         (["--backend", "xla"], "ops", "cpu", {"swa_pallas": "xla"}),
@@ -114,6 +115,10 @@ def test_a_plan_for_launches_that_wait_is_told():
     shown = swa("--device", "h200", "--batch", "1").stdout
     assert "run by backend 'triton' of swa_torch\n" in shown
     assert "pallas_triton plans splits 8, tile 64, 4 warps, 3 stages" in shown
+    report = json.loads(swa("--device", "h200", "--batch", "1", "--json").stdout)
+    assert (report["plan"]["splits"], report["plan_of_swa_pallas"]["splits"]) == (4, 8)
+    assert json.loads(swa("--device", "h200", "--batch", "32", "--json").stdout)["plan_of_swa_pallas"] is None
+    assert "pallas_triton plans" not in swa("--device", "cpu", "--batch", "1").stdout
 
 
 @pytest.mark.parametrize("name", ["xla", "pallas_triton"])

@@ -84,7 +84,7 @@ def check(lowered, capability, folder, count):
 def test_decode_compiles_without_spills(tmp_path, capability, dims, rows):
     odd = (DIMS.index(dims) + (rows == 64) + list(PROFILES).index(capability)) % 2
     problem = make_problem(dims, "float16" if odd else "bfloat16", query_len=ROWS[rows])
-    chosen = plan(problem, DeviceProfile.named(PROFILES[capability]))
+    chosen = plan(problem, DeviceProfile.named(PROFILES[capability]), dependent_launch=False)
     assert chosen.rows == rows, "the planner no longer packs here: choose a problem where it does"
     check(lower(replace(chosen, splits=4 if odd else 1)), capability, tmp_path, 2 if odd else 1)
 
@@ -113,8 +113,18 @@ FEATURES = {
 def test_every_feature_compiles_without_spills(tmp_path, name):
     capability, splits, fields, options = FEATURES[name]
     problem = make_problem((192, 192), **{"max_requests": 16, **fields})
-    chosen = replace(plan(problem, DeviceProfile.named(PROFILES[capability])), splits=splits)
+    profile = DeviceProfile.named(PROFILES[capability])
+    chosen = replace(plan(problem, profile, dependent_launch=False), splits=splits)
     check(lower(chosen, **options), capability, tmp_path, 2 if splits > 1 else 1)
+
+
+@pytest.mark.parametrize("capability", PROFILES)
+def test_a_chunk_of_several_tiles_compiles_without_spills(tmp_path, capability):
+    """The planner's tile where each launch waits for the one before."""
+    problem = make_problem((192, 192), heads=16, kv_heads=2, max_requests=16, window=1024)
+    chosen = plan(problem, DeviceProfile.named(PROFILES[capability]), dependent_launch=False)
+    assert chosen.splits > 1
+    check(lower(chosen), capability, tmp_path, 2)
 
 
 def test_batch_invariant_plans_compile_without_spills(tmp_path):

@@ -7,11 +7,12 @@ import textwrap
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import swa_pallas
 from swa_pallas import _device, _planning, _run
-from swa_plan import DeviceProfile
+from swa_plan import DeviceProfile, plan
 from tests.jax.helpers import TRITON_CALL, cuda_target, make_step, same_bits, specs
 
 WINDOW = 16
@@ -93,3 +94,13 @@ def test_several_layers_are_one_command_buffer(tmp_path):
     inside = [line for line in lines[start + 1 :] if line.startswith(" ")]
     assert sum("swa_decode_split" in line for line in inside) == 4
     assert sum("swa_decode_combine" in line for line in inside) == 4
+
+
+def test_plans_are_for_launches_that_wait():
+    """XLA has no dependent launch, which decides tiles and splits."""
+    h200 = DeviceProfile.named("h200")
+    shapes = [((8, 16, 192), jnp.bfloat16), ((64, 64, 1, 192), jnp.bfloat16), ((8, 32), jnp.int32)]
+    query, pages, table = (jax.ShapeDtypeStruct(*shape) for shape in shapes)
+    chosen = swa_pallas.plan_for(query, (pages, pages), table, window=512, device=h200)
+    assert chosen == plan(chosen.problem, h200, dependent_launch=False)
+    assert chosen != plan(chosen.problem, h200)
