@@ -61,10 +61,10 @@ class Retained:
             event.record()
             self._read.append((event, arrays))
 
-    def close(self) -> None:
+    def close(self, device: torch.device) -> None:
         """Let everything go but results that are still viewed; the caller has waited for the device."""
         for storage, array, _ in self._results:
-            outlive(storage.expired, array)
+            outlive(storage.expired, device, array)
         self._results.clear()
         self._read.clear()
 
@@ -73,21 +73,26 @@ class Retained:
             del self._read[0]
 
 
-_outliving: list[tuple[Callable[[], bool], Any]] = []
+_outliving: list[tuple[Callable[[], bool], torch.device, Any]] = []
 _outliving_lock = threading.Lock()
 
 
-def outlive(unused: Callable[[], bool], kept: Any) -> None:
-    """Keep something beyond its session: until it is unused, and a device has been waited for after that."""
+def outlive(unused: Callable[[], bool], device: torch.device, kept: Any) -> None:
+    """Keep something beyond its session: until it is unused, and its device has been waited for after that."""
     with _outliving_lock:
-        _outliving.append((unused, kept))
+        _outliving.append((unused, device, kept))
 
 
-def release_outliving(synchronise: Callable[[], None]) -> None:
-    """Let go what is unused by now, after waiting for the device."""
+def release_outliving() -> None:
+    """Let go what is unused by now, after waiting for its device."""
     with _outliving_lock:
         unused = [each for each in _outliving if each[0]()]
-        if unused:
-            synchronise()
-            gone = {id(each) for each in unused}
-            _outliving[:] = [each for each in _outliving if id(each) not in gone]
+        for device in {each[1] for each in unused}:
+            synchronise(device)
+        gone = {id(each) for each in unused}
+        _outliving[:] = [each for each in _outliving if id(each) not in gone]
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for all streams of a device, JAX's included."""
+    torch.cuda.synchronize(device)

@@ -25,7 +25,7 @@ from bridge._buffers import Buffer, register
 from bridge._devices import check_not_capturing, is_capturing, jax_device_of, on_device
 from bridge._exchange import check_outside_traces
 from bridge._fence import Ticket
-from bridge._retained import Retained, outlive, release_outliving
+from bridge._retained import Retained, outlive, release_outliving, synchronise
 from bridge._steps import JaxStep, TorchStep
 from bridge._versions import check_order_tested, check_versions
 
@@ -77,8 +77,7 @@ class Session:
         self._turns = 0
         self._user: tuple[int | None, torch.cuda.Stream | None] = (None, self._current_stream())
         self._retained = Retained()
-        if self.on_gpu:
-            release_outliving(self._synchronise)
+        release_outliving()
         with self._on_device():
             for buffer in self._buffers.values():
                 buffer.view()
@@ -204,10 +203,10 @@ class Session:
                 return
             check_not_capturing(self.device)
             self._open = False
+            release_outliving()
             if self.on_gpu:
-                release_outliving(self._synchronise)
-                self._synchronise()
-            self._retained.close()
+                synchronise(self.device)
+            self._retained.close(self.device)
             for buffer in self._buffers.values():
                 buffer.arrays = []
 
@@ -240,9 +239,6 @@ class Session:
         check_outside_traces("a step")
         check_not_capturing(self.device)
 
-    def _synchronise(self) -> None:
-        torch.cuda.synchronize(self.device)
-
     def _check_open(self) -> None:
         if not self._open:
             raise RuntimeError("the session must be open, got one that was closed")
@@ -258,7 +254,7 @@ class Session:
         if not getattr(self, "_open", False) or sys.is_finalizing():
             return
         if is_capturing(self.device):  # which waiting would break
-            outlive(lambda: True, (self._buffers, self._retained))
+            outlive(lambda: True, self.device, (self._buffers, self._retained))
         else:
             self.close()
 

@@ -53,7 +53,6 @@ class Gpu:
         session = Session(buffers)
         session.on_gpu = True
         session._user = (None, self.stream)
-        _retained.release_outliving(session._synchronise)
         self.made.append(weakref.ref(session))
         return session
 
@@ -64,7 +63,8 @@ def gpu(monkeypatch):
     gpu = Gpu()
     monkeypatch.setattr(Session, "_current_stream", lambda session: gpu.stream)
     monkeypatch.setattr(Session, "_on_device", lambda session: _session.nullcontext())
-    monkeypatch.setattr(Session, "_synchronise", lambda session: gpu.log.append("synchronise"))
+    for module in (_retained, _session):
+        monkeypatch.setattr(module, "synchronise", lambda device: gpu.log.append("synchronise"))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(_retained, "_outliving", [])
 
