@@ -14,7 +14,7 @@ jax = pytest.importorskip("jax", reason="needs PyTorch and JAX")
 
 import jax.numpy as jnp  # noqa: E402
 
-from bridge import Session, _retained, _session, _steps  # noqa: E402
+from bridge import Session, _fence, _retained, _session, _steps  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
@@ -98,6 +98,12 @@ def test_a_result_is_kept_until_a_step_that_began_after_its_last_view(gpu, x):
     assert len(session._retained) == 1
 
 
+def test_a_step_without_results_is_waited_for_too(gpu, x):
+    session = gpu.session({"x": x})
+    assert session.jax_step(lambda buffers: None)() is None
+    assert len(session._retained) == 1
+
+
 def test_results_do_not_pile_up(gpu, x):
     session = gpu.session({"x": x})
     step = session.jax_step(doubled)
@@ -106,8 +112,15 @@ def test_results_do_not_pile_up(gpu, x):
     assert len(session._retained) <= 2
 
 
-def test_memory_is_let_go_after_the_stream_that_may_read_it(gpu, x):
+def test_memory_is_let_go_after_the_stream_that_may_read_it(gpu, x, monkeypatch):
     """The first stream's read comes after the second one's turn began, which therefore knows nothing of it."""
+    punch, waited = _fence.Ticket.punch, []
+
+    def watched(ticket, stream):
+        waited.append(dict(stream.waits))
+        return punch(ticket, stream)
+
+    monkeypatch.setattr(_fence.Ticket, "punch", watched)
     session = gpu.session({"x": x})
     step = session.jax_step(doubled)
     first, second = gpu.stream, Stream("second")
@@ -121,7 +134,8 @@ def test_memory_is_let_go_after_the_stream_that_may_read_it(gpu, x):
         del result
         gc.collect()
         step()
-        assert second.waits == {"first": 2}
+    # Before the ticket, which is what the program waits for.
+    assert waited == [{}, {"first": 2}]
 
 
 def test_the_first_user_comes_after_the_stream_the_session_was_made_on(gpu, x):

@@ -74,10 +74,13 @@ def test_a_failure_after_dispatch_leaves_the_session_whole(copying, monkeypatch)
         raise OSError("no export today")
 
     step = copying.jax_step(lambda buffers: (buffers["y"].sum(), {"x": buffers["x"] + 5}), updates="x")
+    wait, waited = jax.block_until_ready, []
     with monkeypatch.context() as patch:
         patch.setattr(_steps, "await_result", broken)
+        patch.setattr(jax, "block_until_ready", lambda outcome: waited.append(len(outcome)) or wait(outcome))
         with pytest.raises(OSError, match="no export today"):
             step()
+    assert waited == [3]  # updates, results and fence of the program that nothing else waits for
     both_see(copying, "x", [0.0, 1.0, 2.0, 3.0])
     step()
     both_see(copying, "x", [5.0, 6.0, 7.0, 8.0])
@@ -262,3 +265,21 @@ def test_programs_are_named_for_profiles(session):
     step = session.jax_step(decode_all_layers)
     lowered = step._jitted.lower(jnp.zeros(16, jnp.int32), [], [buffer.arrays for buffer in step._read], (), {})
     assert "swa_step_decode_all_layers" in lowered.as_text()
+    assert "tensor<16xi32>" in lowered.as_text(), (
+        "the ticket is no argument of the program, which then waits for nothing"
+    )
+
+
+def test_an_update_that_is_passed_on_is_written(copying):
+    """Handed through, it would be the donated array itself and no output of the program."""
+    step = copying.jax_step(lambda buffers: (buffers["y"].sum(), {"x": buffers["x"]}), updates="x")
+    jaxpr = jax.make_jaxpr(lambda *arguments: step._run(*arguments))(
+        jnp.zeros(16, jnp.int32), [copying._buffers["x"].arrays], [copying._buffers["y"].arrays], (), {}
+    )
+    assert jaxpr.jaxpr.outvars[0] not in jaxpr.jaxpr.invars
+
+
+def test_an_import_that_was_copied_is_refused(monkeypatch):
+    monkeypatch.setattr(_exchange.dlpack, "from_dlpack", lambda tensor, copy: jnp.asarray(tensor.numpy()) + 0)
+    with pytest.raises(RuntimeError, match="x was copied by JAX although it must not be"):
+        to_jax(torch.ones(4))
