@@ -12,9 +12,8 @@ import torch
 
 import swa_pallas
 import swa_torch
+from bridge._caches import is_cache, parts, with_bases
 from bridge._exchange import check_tensor, share, to_torch
-
-_CACHES = (swa_torch.PagedCache, swa_pallas.PagedCache)
 
 
 @dataclass
@@ -91,17 +90,12 @@ def _register(name: str, tree: Any) -> Buffer:
     if not leaves:
         raise ValueError(f"buffers[{name!r}] must hold at least one tensor or array, got {tree!r}")
     ours = [_in_torch(f"buffers[{name!r}]", leaf) for leaf in leaves]
-    tensors = [tensor for leaf in ours for tensor in _tensors_of(leaf)]
+    tensors = [tensor for leaf in ours for tensor in parts(leaf)]
     for tensor in tensors:
         check_tensor(f"buffers[{name!r}]", tensor)
     # Only the structure is wanted: PagedCaches of JAX with any arrays of the right shape in them.
     likeness = jax.tree.unflatten(structure, [_likeness(leaf) for leaf in ours])
     return Buffer(name, ours, structure, tensors, jax.tree.structure(likeness))
-
-
-def is_cache(leaf: Any) -> bool:
-    """Whether a leaf is a cache of either framework."""
-    return isinstance(leaf, _CACHES)
 
 
 def _in_torch(name: str, leaf: Any) -> Any:
@@ -114,23 +108,12 @@ def _in_torch(name: str, leaf: Any) -> Any:
     raise TypeError(f"{name} must hold tensors, arrays and PagedCaches only, got {type(leaf).__name__}")
 
 
-def _tensors_of(leaf: Any) -> tuple[torch.Tensor, ...]:
-    return leaf.bases if isinstance(leaf, swa_torch.PagedCache) else (leaf,)
-
-
 def _likeness(leaf: Any) -> Any:
     def spec(tensor: torch.Tensor) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
-    if not isinstance(leaf, swa_torch.PagedCache):
-        return spec(leaf)
-    bases = tuple(spec(base) for base in leaf.bases)
-    return swa_pallas.PagedCache(
-        bases if len(bases) == 2 else bases[0],  # type: ignore[arg-type]
-        leaf.layout,
-        k_dim=leaf.k_dim,
-        v_dim=leaf.v_dim,
-    )
+    specs = [spec(tensor) for tensor in parts(leaf)]
+    return with_bases(swa_pallas.PagedCache, leaf, specs) if is_cache(leaf) else specs[0]
 
 
 def _check_apart(named: list[tuple[str, torch.Tensor]]) -> None:

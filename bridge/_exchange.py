@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import swa_pallas
 import swa_torch
+from bridge._caches import with_bases
 from bridge._devices import (
     LEGACY_DEFAULT_STREAM,
     alignment_of,
@@ -95,16 +96,14 @@ def import_value(name: str, x: Any, *, copy: bool = False) -> Any:
     """Return what ``to_jax`` does, with a name for messages."""
     if not isinstance(x, swa_torch.PagedCache):
         return _import(name, x, copy)
-    bases = tuple(_import(part, base, copy) for part, base in _named_bases(name, x))
-    return swa_pallas.PagedCache(bases if len(bases) == 2 else bases[0], x.layout, k_dim=x.k_dim, v_dim=x.v_dim)
+    return with_bases(swa_pallas.PagedCache, x, [_import(part, base, copy) for part, base in _named_bases(name, x)])
 
 
 def export_value(name: str, x: Any, *, copy: bool = False) -> Any:
     """Return what ``to_torch`` does, with a name for messages."""
     if not isinstance(x, swa_pallas.PagedCache):
         return _export(name, x, copy)
-    bases = tuple(_export(part, base, copy) for part, base in _named_bases(name, x))
-    return swa_torch.PagedCache(bases if len(bases) == 2 else bases[0], x.layout, k_dim=x.k_dim, v_dim=x.v_dim)
+    return with_bases(swa_torch.PagedCache, x, [_export(part, base, copy) for part, base in _named_bases(name, x)])
 
 
 def check_tensor(name: str, tensor: Any) -> None:
@@ -114,6 +113,11 @@ def check_tensor(name: str, tensor: Any) -> None:
         TypeError, ValueError, NotImplementedError: as ``to_jax``.
     """
     _check_kind(name, tensor)
+    _check_memory(name, tensor)
+
+
+def _check_memory(name: str, tensor: torch.Tensor) -> None:
+    """Check what a copy would mend."""
     if tensor.requires_grad:
         raise ValueError(f"{name} must not require grad, which JAX would lose: pass {name}.detach()")
     if not tensor.is_contiguous():
@@ -179,7 +183,7 @@ def _import(name: str, tensor: Any, copy: bool) -> jax.Array:
         if copy:
             # A fresh tensor is compact and aligned; a pinned one's clone is not pinned.
             tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
-        check_tensor(name, tensor)
+        _check_memory(name, tensor)
         jax_device_of(name, tensor.device)
         return share(name, tensor)
 

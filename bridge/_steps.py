@@ -12,7 +12,8 @@ import torch
 
 import swa_pallas
 import swa_torch
-from bridge._buffers import Buffer, is_cache
+from bridge._buffers import Buffer
+from bridge._caches import is_cache, parts, with_bases
 from bridge._dtypes import check_dtype
 from bridge._exchange import export_value, import_value
 from bridge._fence import await_result
@@ -21,15 +22,30 @@ if TYPE_CHECKING:
     from bridge._session import Session
 
 
-class JaxStep:
+class _Step:
+    """A function of a session's buffers, and a call of it that torch.compile leaves alone."""
+
+    def __init__(self, session: Session, function: Callable[..., Any]) -> None:
+        self._session = session
+        self._function = function
+        self.__wrapped__ = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step; see ``Session.jax_step`` and ``Session.torch_step``."""
+        return (_untraced if torch.compiler.is_compiling() else _call)(self._step, args, kwargs)
+
+    def _step(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class JaxStep(_Step):
     """A jitted JAX function of a session's buffers; made by ``Session.jax_step``.
 
     Called with tensors, arrays, caches and numbers, it returns what the function returns, as tensors.
     """
 
     def __init__(self, session: Session, function: Callable[..., Any], updates: tuple[str, ...]) -> None:
-        self._session = session
-        self._function = function
+        super().__init__(session, function)
         buffers = session._buffers
         self._updated = [buffers[name] for name in updates]
         self._read = [buffer for name, buffer in buffers.items() if name not in updates]
@@ -40,11 +56,6 @@ class JaxStep:
 
         run.__name__ = f"swa_step_{getattr(function, '__name__', 'of').strip('<>')}"  # what profiles show
         self._jitted = jax.jit(run, donate_argnums=(1,) if session.on_gpu else (), keep_unused=True)
-        self.__wrapped__ = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step; see ``Session.jax_step``."""
-        return (_untraced if torch.compiler.is_compiling() else _call)(self._step, args, kwargs)
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         session = self._session
@@ -86,19 +97,19 @@ class JaxStep:
                 return leaf
             given = leaf
             if ours:
-                for tensor in _parts(leaf):
+                for tensor in parts(leaf):
                     if tensor.device != session.device:
                         raise ValueError(f"{_name(path)} must be on {session.device}, got a tensor on {tensor.device}")
                 given = import_value(_name(path), leaf)
             else:
-                for array in _parts(leaf):
+                for array in parts(leaf):
                     if array.committed and array.devices() != {session.jax_device}:
                         raise ValueError(f"{_name(path)} must be on {session.jax_device}, got one on {array.devices()}")
             if self._updated:
-                for array in _parts(given):
+                for array in parts(given):
                     _check_apart(_name(path), array, self._updated)
             if ours and stream is not None:
-                for tensor in _parts(leaf):
+                for tensor in parts(leaf):
                     # Wherever it was allocated, it is not reused before this stream, which will have waited for JAX.
                     tensor.record_stream(stream)
             return given
@@ -159,10 +170,7 @@ class JaxStep:
         def result(leaf: Any) -> Any:
             if not isinstance(leaf, swa_pallas.PagedCache):
                 return tensor_of(leaf)
-            bases = tuple(map(tensor_of, leaf.bases))
-            return swa_torch.PagedCache(
-                bases if len(bases) == 2 else bases[0], leaf.layout, k_dim=leaf.k_dim, v_dim=leaf.v_dim
-            )
+            return with_bases(swa_torch.PagedCache, leaf, [tensor_of(base) for base in leaf.bases])
 
         tensors = jax.tree.map(result, results, is_leaf=is_cache)
         for array in fence:
@@ -196,17 +204,8 @@ class JaxStep:
             buffer.view()
 
 
-class TorchStep:
+class TorchStep(_Step):
     """A torch function of a session's buffers, called from JAX code; made by ``Session.torch_step``."""
-
-    def __init__(self, session: Session, function: Callable[..., Any]) -> None:
-        self._session = session
-        self._function = function
-        self.__wrapped__ = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step; see ``Session.torch_step``."""
-        return (_untraced if torch.compiler.is_compiling() else _call)(self._step, args, kwargs)
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         session = self._session
@@ -217,7 +216,7 @@ class TorchStep:
             def argument(path: Any, leaf: Any) -> Any:
                 if not isinstance(leaf, (jax.Array, swa_pallas.PagedCache)):
                     return leaf
-                arrays.extend(_parts(leaf))
+                arrays.extend(parts(leaf))
                 return export_value(_name(path), leaf)
 
             args, kwargs = jax.tree_util.tree_map_with_path(argument, (args, kwargs), is_leaf=is_cache)
@@ -245,7 +244,7 @@ class TorchStep:
             return leaf
         name = "a result of a torch step"
         array = import_value(name, leaf)
-        for part in _parts(array):
+        for part in parts(array):
             _check_apart(name, part, list(self._session._buffers.values()))
         return array
 
@@ -294,11 +293,6 @@ def _check_apart(name: str, array: Any, buffers: list[Buffer]) -> None:
                     f"{name} must not share memory with buffers[{buffer.name!r}]: use the buffer itself inside the "
                     "step, or a clone()"
                 )
-
-
-def _parts(leaf: Any) -> tuple[Any, ...]:
-    """Return an array itself, or a cache's bases."""
-    return leaf.bases if is_cache(leaf) else (leaf,)
 
 
 def _name(path: Any) -> str:

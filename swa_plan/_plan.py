@@ -265,10 +265,8 @@ def _choose_splits(problem: Problem, pack: int, device: DeviceProfile, dependent
     programs *= problem.head_tiles
     tall = pack * problem.group > 32
     keys = problem.row_keys + pack - 1
-    wide = keys >= 2 * _WIDE_GRANULE and not problem.quantised
     one_wave = programs * ceil_div(keys, _NARROW_GRANULE) <= device.num_sms
-    if one_wave and not dependent_launch:
-        wide = False
+    wide = keys >= 2 * _WIDE_GRANULE and not problem.quantised and (dependent_launch or not one_wave)
     granule = _TALL_GRANULE if tall else _WIDE_GRANULE if wide else _NARROW_GRANULE
     chunks = max(1, ceil_div(keys, granule))
     waves = 4 if problem.quantised else 3 if tall else 2

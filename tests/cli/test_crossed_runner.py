@@ -23,27 +23,18 @@ import torch
 
 from bridge._cli import _frameworks, _replay
 from bridge._cli._app import app
-from bridge._replay import Engine, Geometry, ReplayConfig, Request, crossed_runner
+from bridge._replay import Engine, Geometry, ReplayConfig, crossed_runner
 from bridge._replay.crossed_runner import CrossedRunner
 from bridge._replay.crossing import Sharing, difference
 from bridge._replay.torch_runner import TorchRunner
-from swa_plan.models import ModelShape
+from tests.cli.replays import REQUESTS, SMALL, TINY, compiled_by_jax, report_of, swa
 
-SMALL = ["--model", "custom", "--heads", "4", "--kv-heads", "2", "--k-dim", "32", "--window", "40", "--block", "16"]
 FEW = ["--backend", "crossed", "--max-batch", "2", "--speed", "4", "--steps", "20", "--check-every", "3", "--json"]
-TINY = ModelShape("tiny", 4, 2, 16, 16, 20, query_len=2, gate=True)
-REQUESTS = [Request(number, 0.02 * number, 5 + 9 * number, 9) for number in range(8)]
 CHECKED = {"block": 8, "dtype": "bfloat16", "max_batch": 4, "check_every": 1, "check_requests": 4, "poison": True}
 
 
-def swa(*arguments):
-    return CliRunner().invoke(app, ["replay", *map(str, arguments)], catch_exceptions=False)
-
-
 def replayed(*arguments):
-    result = swa(*FEW, *arguments)
-    assert result.exit_code == 0, result.stderr
-    return json.loads(result.stdout)
+    return report_of(*FEW, *arguments)
 
 
 def make(**changes):
@@ -114,16 +105,7 @@ def test_steps_that_are_not_checked_are_decoded_both_ways_too():
 
 def test_nothing_compiles_once_a_padded_batch_was_seen():
     runner, engine = make()
-    compiled, buckets, late = [], set(), []
-    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
-    for record in engine.steps():
-        during = [name for name in compiled if "backend_compile" in name]
-        if record.bucket in buckets:
-            late += during
-        else:
-            assert during, "JAX no longer reports compilations by this name"
-        buckets.add(record.bucket)
-        compiled.clear()
+    buckets, late = compiled_by_jax(engine)
     assert buckets == {1, 2, 4}
     assert engine.result().ok
     assert late == []

@@ -8,11 +8,8 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from bridge._cli._app import app
-from bridge._replay import Engine, Geometry, ReplayConfig, Request
-from swa_plan.models import ModelShape
+from bridge._replay import Engine, Geometry, ReplayConfig
 
 if find_spec("jax") is None:
     pytest.skip("the runner needs jax", allow_module_level=True)
@@ -22,25 +19,17 @@ import jax
 import swa_pallas
 from bridge._replay import jax_runner
 from bridge._replay.jax_runner import JaxRunner
+from tests.cli.replays import REQUESTS, SMALL, TINY, compiled_by_jax, report_of, swa
 
 NEEDS_TORCH = pytest.mark.skipif(find_spec("torch") is None, reason="compares with the runner on torch")
 ON_GPU = jax.default_backend() == "gpu"
-SMALL = ["--model", "custom", "--heads", "4", "--kv-heads", "2", "--k-dim", "32", "--window", "40", "--block", "16"]
 FEW = ["--max-batch", "2", "--poison", "--check-every", "3", "--speed", "4", "--steps", "30", "--json"]
-TINY = ModelShape("tiny", 4, 2, 16, 16, 20, query_len=2, gate=True)
-REQUESTS = [Request(number, 0.02 * number, 5 + 9 * number, 9) for number in range(8)]
 SHARED_PROGRAMS = 3
 """Prefill, poison, and the look at pages that are checked."""
 
 
-def swa(*arguments):
-    return CliRunner().invoke(app, ["replay", *map(str, arguments)], catch_exceptions=False)
-
-
 def replayed(*arguments, backend="xla"):
-    result = swa("--backend", backend, *FEW, *arguments)
-    assert result.exit_code == 0, result.stderr
-    return json.loads(result.stdout)
+    return report_of("--backend", backend, *FEW, *arguments)
 
 
 def make(**changes):
@@ -122,16 +111,7 @@ def test_batches_are_padded_to_powers_of_two():
 
 def test_nothing_compiles_once_a_padded_batch_was_seen():
     runner, engine = make()
-    compiled, buckets, late = [], set(), []
-    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
-    for record in engine.steps():
-        during = [name for name in compiled if "backend_compile" in name]
-        if record.bucket in buckets:
-            late += during
-        else:
-            assert during, "JAX no longer reports compilations by this name"
-        buckets.add(record.bucket)
-        compiled.clear()
+    buckets, late = compiled_by_jax(engine)
     assert buckets == {1, 2, 4}
     assert engine.result().ok
     assert late == []

@@ -7,26 +7,18 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from typer.testing import CliRunner
 
 from bridge._cli import _replay
-from bridge._cli._app import app
 from tests.cli.numpy_runner import NumpyRunner
+from tests.cli.replays import SMALL, report_of, swa
 
 pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="replay needs torch")
 
-SMALL = ["--model", "custom", "--heads", "4", "--kv-heads", "2", "--k-dim", "32", "--window", "40", "--block", "16"]
 FEW = ["--backend", "cpu", "--max-batch", "4", "--poison", "--check-every", "3", "--speed", "4", "--json"]
 
 
-def swa(*arguments):
-    return CliRunner().invoke(app, ["replay", *map(str, arguments)], catch_exceptions=False)
-
-
 def replayed(*arguments):
-    result = swa(*FEW, *arguments)
-    assert result.exit_code == 0, result.stderr
-    return json.loads(result.stdout)
+    return report_of(*FEW, *arguments)
 
 
 @pytest.mark.parametrize(
