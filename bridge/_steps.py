@@ -172,7 +172,9 @@ class JaxStep(_Step):
                 return tensor_of(leaf)
             return with_bases(swa_torch.PagedCache, leaf, [tensor_of(base) for base in leaf.bases])
 
-        tensors = jax.tree.map(result, results, is_leaf=is_cache)
+        # Most steps return one array, for which walking a tree would be a tenth of the crossing.
+        one = isinstance(results, jax.Array)
+        tensors = tensor_of(results) if one else jax.tree.map(result, results, is_leaf=is_cache)
         for array in fence:
             tensor_of(array)
         if stream is None and self._updated:
