@@ -160,15 +160,23 @@ def swa_decode_split(
     given_layer = None if operands.layer is None else load_one(operands.layer, 0)
     layer, layer_exists = statics.existing_layer(given_layer, operands.bases[0])
 
+    def is_in_chunk(n: jax.Array) -> jax.Array:
+        """Whether keys belong to the chunk; one cut at absolute positions may begin before the first live key."""
+        return (n < end) & (n >= low) if chunk_keys > 0 else n < end
+
+    def load_pages(n: jax.Array) -> jax.Array:
+        """Load the page ids of the chunk's keys; no other entry of the table is read."""
+        return load(operands.block_table, (request, divide_down(n, block)), is_in_chunk(n))
+
     def attend_tile(
-        i: jax.Array, carry: tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]
-    ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
-        running_max, total, accumulator = carry
+        i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, ...]]
+    ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, ...]]:
+        page, running_max, total, accumulator = carry
         n = start + i * tile_keys + arange(tile_keys)
-        in_chunk = n < end
-        if chunk_keys > 0:
-            in_chunk = in_chunk & (n >= low)
-        page = load(operands.block_table, (request, divide_down(n, block)), in_chunk)
+        in_chunk = is_in_chunk(n)
+        # A page id is loaded a tile ahead: were it loaded where it is used, the pipeline would spend its stages on the
+        # table and hold one tile of keys and values, however many it is given.
+        next_page = load_pages(n + tile_keys)
         known = (page >= 0) & (page < pages) & layer_exists
         readable = (in_chunk & known)[:, None]
         page = page.astype(jnp.int32)[:, None]
@@ -187,13 +195,14 @@ def swa_decode_split(
         value_at = cache_index(statics, 1, page, slot, kv_head, layer)
         value = load_pieces(operands.bases[-1], value_at, readable, v_dim, v_piece, v_pieces, wide_offsets=tall)
         accumulator = weigh_values(weights, value, accumulator, alpha, dtype, native_fp8=native_fp8)
-        return running_max, total, accumulator
+        return next_page, running_max, total, accumulator
 
-    running_max, total, accumulator = lax.fori_loop(
+    _, running_max, total, accumulator = lax.fori_loop(
         jnp.int32(0),
         divide_down(jnp.maximum(end - start, 0) + (tile_keys - 1), tile_keys),
         attend_tile,
         (
+            load_pages(start + arange(tile_keys)),
             jnp.full((tile_rows,), -jnp.inf, jnp.float32),
             jnp.where(beyond_table, jnp.float32(jnp.nan), 0.0),
             zero_pieces(tile_rows, v_piece, v_pieces),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -75,52 +75,81 @@ def paired(value_cache: torch.Tensor, piece: int, query: torch.Tensor) -> tuple[
     return value_cache.view(torch.int16), name
 
 
+class Launch(NamedTuple):
+    """One kernel, and all that it is launched with."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+    def run(self) -> Any:
+        """Launch it; return the compiled kernel."""
+        return self.kernel[self.grid](**self.arguments, **self.options)
+
+
 def decode(call: DecodeCall) -> None:
     """Run split and, with more than one split, combine."""
-    plan, problem = call.plan, call.plan.problem
-    tokens, heads, v_dim = call.output.shape
-    requests, max_blocks = call.block_table.shape
-    if not tokens:
+    if not call.query.shape[0]:
         return
-    if not requests:
+    if not call.block_table.shape[0]:
         call.output.zero_()
         if call.lse is not None:
             call.lse.fill_(-torch.inf)
         return
-    device = call.query.device
+    with device_guard(call.query.device):
+        for launch in launches(call):
+            launch.run()
+
+
+def launches(call: DecodeCall) -> list[Launch]:
+    """Return the launches of a call with at least one token and one request."""
+    partial, partial_lse = partials(call)
+    found = [split_launch(call, partial, partial_lse)]
+    if partial is not None:
+        heads, v_dim, splits = *call.output.shape[1:], call.plan.splits
+        steps = (heads * v_dim, splits * heads * v_dim, v_dim, heads, splits * heads, 1)
+        found.append(
+            combine_launch(
+                partial, partial_lse, call.sinks, call.gate, call.output, call.lse, steps, splits, natural=False
+            )
+        )
+    return found
+
+
+def split_launch(call: DecodeCall, partial: torch.Tensor | None, partial_lse: torch.Tensor | None) -> Launch:
+    """Return the launch of the split kernel."""
+    plan, problem, device = call.plan, call.plan.problem, call.query.device
+    requests, max_blocks = call.block_table.shape
     key_cache = readable(call.key_cache, device)
     use_pdl, options = launch_options(device)
-    partial, partial_lse = partials(call, tokens, heads, v_dim)
     k_piece, k_pieces = head_pieces(problem.k_dim)
     v_piece, v_pieces = head_pieces(problem.v_dim)
     value_cache, pair_format = paired(call.value_cache, v_piece, call.query)
-    with device_guard(device):
-        swa_decode_split[(plan.programs(requests), plan.splits)](
-            call.query, key_cache, value_cache, call.block_table, call.seq_lens, call.cu_query_lens,
-            call.kv_start, call.kv_end, call.k_scale, call.v_scale, call.sinks, call.gate,
-            call.output, call.lse, partial, partial_lse,
-            call.scale * call.k_scale_number, call.v_scale_number, call.softcap,
-            requests, tokens, key_cache.shape[0], max_blocks, call.block_table.stride(0), *gate_strides(call.gate),
-            Q_TOKEN=call.query.stride(0), Q_HEAD=call.query.stride(1),
-            K_PAGE=key_cache.stride(0), K_SLOT=key_cache.stride(1), K_HEAD=key_cache.stride(2),
-            V_PAGE=value_cache.stride(0), V_SLOT=value_cache.stride(1), V_HEAD=value_cache.stride(2),
-            OUT_TOKEN=call.output.stride(0), OUT_HEAD=call.output.stride(1),
-            KV_HEADS=problem.kv_heads, GROUP=problem.group, HEAD_TILE=problem.head_tile, HEAD_TILES=problem.head_tiles,
-            QUERY_LEN=problem.query_len, PACK=plan.pack, ROW_TILES=plan.row_tiles,
-            BLOCK=problem.block, WINDOW=problem.window if within_reach(problem.window) else None,
-            SPLITS=plan.splits, CHUNK=plan.chunk,
-            K_DIM=problem.k_dim, K_PIECE=k_piece, K_PIECES=k_pieces,
-            V_DIM=problem.v_dim, V_PIECE=v_piece, V_PIECES=v_pieces,
-            K_SCALE_STEP=scale_step(call.k_scale), V_SCALE_STEP=scale_step(call.v_scale), PAIRED=pair_format,
-            BLOCK_M=plan.rows, BLOCK_N=plan.tile, STAGES=plan.stages, USE_PDL=use_pdl,
-            num_warps=plan.warps, **options,
-        )  # fmt: skip
-        if plan.splits > 1:
-            steps = (heads * v_dim, plan.splits * heads * v_dim, v_dim, heads, plan.splits * heads, 1)
-            launch_combine(
-                partial, partial_lse, call.sinks, call.gate, call.output, call.lse, steps, plan.splits,
-                natural=False, use_pdl=use_pdl, options=options,
-            )  # fmt: skip
+    gate_row, gate_head = gate_strides(call.gate)
+    arguments = dict(
+        Query=call.query, KeyCache=key_cache, ValueCache=value_cache, BlockTable=call.block_table,
+        SeqLens=call.seq_lens, CuQueryLens=call.cu_query_lens, KvStart=call.kv_start, KvEnd=call.kv_end,
+        KScale=call.k_scale, VScale=call.v_scale, Sinks=call.sinks, Gate=call.gate,
+        Output=call.output, Lse=call.lse, Partial=partial, PartialLse=partial_lse,
+        qk_scale=call.scale * call.k_scale_number, v_scale=call.v_scale_number, softcap=call.softcap,
+        splits=plan.splits, requests=requests, tokens=call.query.shape[0], pages=key_cache.shape[0],
+        max_blocks=max_blocks, table_row=call.block_table.stride(0), gate_row=gate_row, gate_head=gate_head,
+        Q_TOKEN=call.query.stride(0), Q_HEAD=call.query.stride(1),
+        K_PAGE=key_cache.stride(0), K_SLOT=key_cache.stride(1), K_HEAD=key_cache.stride(2),
+        V_PAGE=value_cache.stride(0), V_SLOT=value_cache.stride(1), V_HEAD=value_cache.stride(2),
+        OUT_TOKEN=call.output.stride(0), OUT_HEAD=call.output.stride(1),
+        KV_HEADS=problem.kv_heads, GROUP=problem.group, HEAD_TILE=problem.head_tile, HEAD_TILES=problem.head_tiles,
+        QUERY_LEN=problem.query_len, PACK=plan.pack, ROW_TILES=plan.row_tiles,
+        BLOCK=problem.block, WINDOW=problem.window if within_reach(problem.window) else None,
+        WHOLE=plan.splits == 1, CHUNK=plan.chunk,
+        K_DIM=problem.k_dim, K_PIECE=k_piece, K_PIECES=k_pieces,
+        V_DIM=problem.v_dim, V_PIECE=v_piece, V_PIECES=v_pieces,
+        K_SCALE_STEP=scale_step(call.k_scale), V_SCALE_STEP=scale_step(call.v_scale), PAIRED=pair_format,
+        BLOCK_M=plan.rows, BLOCK_N=plan.tile, STAGES=plan.stages, USE_PDL=use_pdl,
+    )  # fmt: skip
+    grid = (plan.programs(requests), plan.splits, 1)
+    return Launch(swa_decode_split, grid, arguments, {"num_warps": plan.warps, **options})
 
 
 def merge(
@@ -128,24 +157,27 @@ def merge(
     lse: torch.Tensor,
 ) -> None:  # fmt: skip
     """Merge ``[parts, tokens, heads, v_dim]`` with natural LSEs ``[parts, tokens, heads]``."""
-    use_pdl, options = launch_options(output.device)
+    steps = (*outs.stride()[:3], *lses.stride())
     with device_guard(output.device):
-        launch_combine(
-            outs, lses, sinks, gate, output, lse, (*outs.stride()[:3], *lses.stride()), outs.shape[0],
-            natural=True, use_pdl=use_pdl, options=options,
-        )  # fmt: skip
+        combine_launch(outs, lses, sinks, gate, output, lse, steps, outs.shape[0], natural=True).run()
 
 
-def launch_combine(partial, partial_lse, sinks, gate, output, lse, steps, parts, *, natural, use_pdl, options) -> None:
-    """Launch the combine kernel; ``steps`` are part, token and head steps of the partials, then of their LSEs."""
+def combine_launch(partial, partial_lse, sinks, gate, output, lse, steps, parts, *, natural) -> Launch:
+    """Return the combine kernel's launch; ``steps`` are the partials' part, token and head steps, then their LSEs'."""
     tokens, heads, v_dim = output.shape
     v_piece, v_pieces = head_pieces(v_dim)
-    swa_decode_combine[(tokens, heads)](
-        partial, partial_lse, sinks, gate, output, lse, *steps, *gate_strides(gate),
+    use_pdl, options = launch_options(output.device)
+    part_step, token_step, head_step, lse_part, lse_token, lse_head = steps
+    gate_row, gate_head = gate_strides(gate)
+    arguments = dict(
+        Partial=partial, PartialLse=partial_lse, Sinks=sinks, Gate=gate, Output=output, Lse=lse,
+        part_step=part_step, token_step=token_step, head_step=head_step, lse_part=lse_part, lse_token=lse_token,
+        lse_head=lse_head, gate_row=gate_row, gate_head=gate_head,
         OUT_TOKEN=output.stride(0), OUT_HEAD=output.stride(1), HEADS=heads, PARTS=parts,
         V_DIM=v_dim, V_PIECE=v_piece, V_PIECES=v_pieces,
-        ALIGNED=all(step % 16 == 0 for step in steps[:3]), NATURAL=natural, USE_PDL=use_pdl, num_warps=1, **options,
+        ALIGNED=all(step % 16 == 0 for step in steps[:3]), NATURAL=natural, USE_PDL=use_pdl,
     )  # fmt: skip
+    return Launch(swa_decode_combine, (tokens, heads, 1), arguments, {"num_warps": 1, **options})
 
 
 def append(
@@ -177,12 +209,11 @@ def append(
         )  # fmt: skip
 
 
-def partials(call: DecodeCall, tokens: int, heads: int, v_dim: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def partials(call: DecodeCall) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the fp32 partials and their LSEs, in the caller's workspace or in fresh memory."""
-    plan = call.plan
-    if plan.splits == 1:
+    if call.plan.splits == 1:
         return None, None
-    offset, needed = plan.workspace_layout(tokens)
+    offset, needed = call.plan.workspace_layout(call.query.shape[0])
     workspace = call.workspace
     if workspace is None:
         workspace = torch.empty(needed, dtype=torch.uint8, device=call.query.device)

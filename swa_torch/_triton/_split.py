@@ -45,14 +45,29 @@ def ragged_rows(CuQueryLens, request, tokens):
 
 
 @triton.jit
+def is_in_chunk(n, low, end, CHUNK: tl.constexpr):
+    """Whether keys belong to a chunk; one cut at absolute positions may begin before the first live key."""
+    in_chunk = n < end
+    if CHUNK > 0:
+        in_chunk = in_chunk & (n >= low)
+    return in_chunk
+
+
+@triton.jit
+def load_pages(table, n, low, end, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """Load the page ids of a chunk's keys; no other entry of the table is read."""
+    return tl.load(table + n // BLOCK, is_in_chunk(n, low, end, CHUNK), other=0)
+
+
+@triton.jit
 def fill_token(
     Output, Lse, PartialLse, token, head, live, value, lse,
-    OUT_TOKEN: tl.constexpr, OUT_HEAD: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, split,
+    OUT_TOKEN: tl.constexpr, OUT_HEAD: tl.constexpr, HEADS: tl.constexpr, split, splits, WHOLE: tl.constexpr,
     V_DIM: tl.constexpr, V_PIECE: tl.constexpr, V_PIECES: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Write one token that no program computes: ``value`` and ``lse``, or their partial form."""
     token = token + tl.zeros((BLOCK_M,), tl.int64)
-    if SPLITS == 1:
+    if WHOLE:
         filled = zero_pieces(BLOCK_M, V_PIECE, V_PIECES)
         filled = scale_pieces(filled, value, V_PIECES)
         base = Output + token[:, None] * OUT_TOKEN + head[:, None] * OUT_HEAD
@@ -60,13 +75,13 @@ def fill_token(
         if Lse is not None:
             tl.store(Lse + token * HEADS + head, tl.full(head.shape, lse, tl.float32), live)
     else:
-        tl.store(PartialLse + (token * SPLITS + split) * HEADS + head, tl.full(head.shape, lse, tl.float32), live)
+        tl.store(PartialLse + (token * splits + split) * HEADS + head, tl.full(head.shape, lse, tl.float32), live)
 
 
 @triton.jit(
     do_not_specialize=[
-        "qk_scale", "v_scale", "softcap", "requests", "tokens", "pages", "max_blocks", "table_row", "gate_row",
-        "gate_head",
+        "qk_scale", "v_scale", "softcap", "splits", "requests", "tokens", "pages", "max_blocks", "table_row",
+        "gate_row", "gate_head",
     ],
     do_not_specialize_on_alignment=[
         "BlockTable", "SeqLens", "CuQueryLens", "KvStart", "KvEnd", "KScale", "VScale", "Sinks", "Gate", "Lse",
@@ -75,14 +90,14 @@ def fill_token(
 def swa_decode_split(
     Query, KeyCache, ValueCache, BlockTable, SeqLens, CuQueryLens, KvStart, KvEnd, KScale, VScale, Sinks, Gate,
     Output, Lse, Partial, PartialLse,
-    qk_scale, v_scale, softcap, requests, tokens, pages, max_blocks, table_row, gate_row, gate_head,
+    qk_scale, v_scale, softcap, splits, requests, tokens, pages, max_blocks, table_row, gate_row, gate_head,
     Q_TOKEN: tl.constexpr, Q_HEAD: tl.constexpr,
     K_PAGE: tl.constexpr, K_SLOT: tl.constexpr, K_HEAD: tl.constexpr,
     V_PAGE: tl.constexpr, V_SLOT: tl.constexpr, V_HEAD: tl.constexpr,
     OUT_TOKEN: tl.constexpr, OUT_HEAD: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_TILE: tl.constexpr, HEAD_TILES: tl.constexpr,
     QUERY_LEN: tl.constexpr, PACK: tl.constexpr, ROW_TILES: tl.constexpr,
-    BLOCK: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, WINDOW: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr,
     K_DIM: tl.constexpr, K_PIECE: tl.constexpr, K_PIECES: tl.constexpr,
     V_DIM: tl.constexpr, V_PIECE: tl.constexpr, V_PIECES: tl.constexpr,
     K_SCALE_STEP: tl.constexpr, V_SCALE_STEP: tl.constexpr, PAIRED: tl.constexpr,
@@ -147,7 +162,7 @@ def swa_decode_split(
         end = tl.minimum(start + CHUNK, high + 1)
     else:
         tiles = tl.cdiv(tl.maximum(high + 1 - low, 0), BLOCK_N)
-        chunk = tl.cdiv(tiles, SPLITS) * BLOCK_N
+        chunk = tl.cdiv(tiles, splits) * BLOCK_N
         start = low + split * chunk
         end = tl.minimum(start + chunk, high + 1)
 
@@ -171,12 +186,14 @@ def swa_decode_split(
     table = BlockTable + request.to(tl.int64) * table_row
     key_head = KeyCache + kv_head.to(tl.int64) * K_HEAD
     value_head = ValueCache + kv_head.to(tl.int64) * V_HEAD
+    next_page = load_pages(table, start + tl.arange(0, BLOCK_N), low, end, BLOCK, CHUNK)
     for tile in tl.range(start, end, BLOCK_N, num_stages=STAGES):
         n = tile + tl.arange(0, BLOCK_N)
-        in_chunk = n < end
-        if CHUNK > 0:
-            in_chunk = in_chunk & (n >= low)
-        page = tl.load(table + n // BLOCK, in_chunk, other=0)
+        in_chunk = is_in_chunk(n, low, end, CHUNK)
+        # A page id is loaded a tile ahead: were it loaded where it is used, the pipeline would spend its stages on the
+        # table and hold one tile of keys and values, however many it is given.
+        page = next_page
+        next_page = load_pages(table, n + BLOCK_N, low, end, BLOCK, CHUNK)
         known = (page >= 0) & (page < pages)
         readable = (in_chunk & known)[:, None]
         page = page.to(tl.int64)
@@ -207,7 +224,7 @@ def swa_decode_split(
     # --- store ---
     if VScale is not None:
         v_scale = v_scale * tl.load(VScale + kv_head * V_SCALE_STEP)
-    if SPLITS == 1:
+    if WHOLE:
         factor = tl.full((BLOCK_M,), 1.0, tl.float32)
         if Sinks is not None:
             sink = tl.load(Sinks + head, live, other=0.0).to(tl.float32) * LOG2E
@@ -226,7 +243,7 @@ def swa_decode_split(
             tl.store(Lse + token * HEADS + head, log_sum_exp(running_max, total) * LN2, live)
     else:
         attention = scale_pieces(accumulator, (reciprocal(total) * v_scale)[:, None], V_PIECES)
-        partial = (token * SPLITS + split) * HEADS + head
+        partial = (token * splits + split) * HEADS + head
         store_pieces(Partial + partial[:, None] * V_DIM, attention, live[:, None], V_DIM, V_PIECE, V_PIECES)
         tl.store(PartialLse + partial, log_sum_exp(running_max, total), live)
 
@@ -239,11 +256,11 @@ def swa_decode_split(
             for extra in tl.range(first_token, first_token + rows):
                 fill_token(
                     Output, Lse, PartialLse, extra, head, one_row, float("nan"), float("nan"), OUT_TOKEN, OUT_HEAD,
-                    HEADS, SPLITS, split, V_DIM, V_PIECE, V_PIECES, BLOCK_M,
+                    HEADS, split, splits, WHOLE, V_DIM, V_PIECE, V_PIECES, BLOCK_M,
                 )  # fmt: skip
         used = tl.minimum(tl.maximum(tl.load(CuQueryLens + requests), 0), tokens)
         for padding in tl.range(used + request * ROW_TILES + row_tile, tokens, requests * ROW_TILES):
             fill_token(
-                Output, Lse, PartialLse, padding, head, one_row, 0.0, -float("inf"), OUT_TOKEN, OUT_HEAD, HEADS, SPLITS,
-                split, V_DIM, V_PIECE, V_PIECES, BLOCK_M,
+                Output, Lse, PartialLse, padding, head, one_row, 0.0, -float("inf"), OUT_TOKEN, OUT_HEAD, HEADS, split,
+                splits, WHOLE, V_DIM, V_PIECE, V_PIECES, BLOCK_M,
             )  # fmt: skip
