@@ -9,8 +9,11 @@ from swa_plan._checks import check_integer
 from swa_plan._chosen import SplitsAndPack
 from swa_torch import _op  # noqa: F401  (defines the operators)
 from swa_torch._cache import Cache, cache_views
+from swa_torch._call import DecodeCall
 from swa_torch._device import is_capturing
 from swa_torch._inputs import check_inputs
+from swa_torch._planning import parse_plan
+from swa_torch._repeat import key_of, remember, run_again
 from swa_torch._resolve import Options, Tensors, check_memory, resolve, resolve_traced
 
 
@@ -163,12 +166,29 @@ def _decode(
     While ``torch.compile`` traces, the operator's fake kernel checks the shapes instead, and the operator plans for the
     sizes of the run.
     """
-    tensors = Tensors(
-        query, key_cache, value_cache, block_table, seq_lens, gate, cu_query_lens, kv_start, kv_end, sinks, k_scale,
-        v_scale, out, workspace,
-    )  # fmt: skip
-    options = Options(window, query_len, scale, softcap, out_dtype, plan, backend, batch_invariant)
     traced = torch.compiler.is_compiling()
+    k_tensor = k_scale if isinstance(k_scale, torch.Tensor) else None
+    v_tensor = v_scale if isinstance(v_scale, torch.Tensor) else None
+    given = (
+        query, key_cache, value_cache, block_table, seq_lens, gate, cu_query_lens, kv_start, kv_end, sinks, k_tensor,
+        v_tensor, out, workspace,
+    )  # fmt: skip
+    key = None
+    if not (traced or validate):
+        key = key_of(
+            given,
+            (
+                window, type(window), query_len, type(query_len), scale, type(scale), softcap, type(softcap), out_dtype,
+                plan.text if type(plan) is Plan else plan, backend, batch_invariant, return_lse,
+                None if k_scale is k_tensor else (k_scale, type(k_scale)),
+                None if v_scale is v_tensor else (v_scale, type(v_scale)),
+            ),
+        )  # fmt: skip
+        done = None if key is None else run_again(key, given)
+        if done is not None:
+            return done if return_lse else done[0]
+    tensors = Tensors(*given)._replace(k_scale=k_scale, v_scale=v_scale)
+    options = Options(window, query_len, scale, softcap, out_dtype, plan, backend, batch_invariant)
     resolved = resolve_traced(tensors, options) if traced else resolve(tensors, options)
     if validate and (traced or is_capturing(query.device)):
         raise ValueError(
@@ -183,14 +203,18 @@ def _decode(
                 cu_query_lens=cu_query_lens, kv_start=kv_start, kv_end=kv_end, tokens=query.shape[0],
             )  # fmt: skip
     output = query.new_empty(resolved.shape, dtype=resolved.dtype) if out is None else out
-    arguments = (
-        query, key_cache, value_cache, block_table, seq_lens, gate, cu_query_lens, kv_start, kv_end, sinks,
-        k_scale if isinstance(k_scale, torch.Tensor) else None, v_scale if isinstance(v_scale, torch.Tensor) else None,
+    numbers = (
         resolved.scale, resolved.k_number, resolved.v_number, resolved.softcap, resolved.window, resolved.query_len,
-        resolved.plan_text, backend, batch_invariant, return_lse, output,
+        resolved.plan_text, backend, batch_invariant, return_lse,
     )  # fmt: skip
     if workspace is None:
-        lse = torch.ops.swa_torch.decode(*arguments)
+        lse = torch.ops.swa_torch.decode(*given[:12], *numbers, output)
     else:
-        lse = torch.ops.swa_torch.decode_with_workspace(*arguments, workspace)
+        lse = torch.ops.swa_torch.decode_with_workspace(*given[:12], *numbers, output, workspace)
+    if key is not None:
+        call = DecodeCall(
+            *given[:12], resolved.scale, resolved.k_number, resolved.v_number, resolved.softcap, output,
+            lse if return_lse else None, workspace, parse_plan(resolved.plan_text),
+        )  # fmt: skip
+        remember(key, given, call)
     return (output, lse) if return_lse else output

@@ -1,0 +1,322 @@
+"""Calls that look like one before are launched directly: with their own addresses, and only where nothing could differ.
+
+On the CPU the kernels are stand-ins that note what they are launched with; on a GPU results are compared bit by bit.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from swa_plan import DeviceProfile, Plan
+from swa_torch import PagedCache, _planning, _repeat, plan_for, swa_decode, swa_decode_gated
+from tests.torch.helpers import make_step, normal, same_bits
+
+if _planning.choose_kernel(torch.device("cpu"), None) == "interpret":
+    pytest.skip("Triton interprets in this process, so kernels have no launch to repeat", allow_module_level=True)
+pytest.importorskip("triton", reason="needs Triton")
+
+from swa_torch._triton import _launch
+
+H200 = DeviceProfile.named("h200")
+HEADS, DIM, WINDOW = 8, 64, 16
+
+
+class StandIn:
+    """A kernel that is compiled once and only notes its launches: ``(grid, arguments by name, stream)``."""
+
+    def __init__(self, kernel):
+        self.arg_names = kernel.arg_names
+        self.launched = []
+        self.looked_up = 0
+
+    def __getitem__(self, grid):
+        return lambda **arguments: self.count()
+
+    def count(self):
+        self.looked_up += 1
+
+    def warmup(self, *, grid, **arguments):
+        def compiled(*values, stream):
+            self.launched.append((grid, dict(zip(self.arg_names, values, strict=True)), stream))
+
+        return {grid: compiled}
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Pretend that the CPU is an H200 with two kernels."""
+    split, combine = StandIn(_launch.swa_decode_split), StandIn(_launch.swa_decode_combine)
+    monkeypatch.setattr(_launch, "swa_decode_split", split)
+    monkeypatch.setattr(_launch, "swa_decode_combine", combine)
+    for module in (_launch, _planning):
+        monkeypatch.setattr(module, "device_profile", lambda device: H200)
+    monkeypatch.setattr(_planning, "choose_kernel", lambda device, backend: "portable")
+    monkeypatch.setattr(_repeat, "_is_candidate", lambda query: type(query) is torch.Tensor)
+    monkeypatch.setattr(_repeat, "_stream_getter", lambda: lambda index: 7)
+    monkeypatch.setattr(_repeat, "_remembered", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    return SimpleNamespace(split=split, combine=combine)
+
+
+@pytest.fixture
+def step():
+    return make_step(max_blocks=4)
+
+
+def gate_like(step):
+    return normal(step.query.shape[0], HEADS, seed=5)
+
+
+def two_splits(step):
+    return Plan.from_splits(plan_for(*step[:3], window=WINDOW).problem, 2, device=H200)
+
+
+def test_the_second_call_is_launched_directly_with_its_own_addresses(kernels, step):
+    plan = two_splits(step)
+    first = swa_decode(*step, window=WINDOW, gate=gate_like(step), plan=plan)
+    assert (kernels.split.looked_up, len(kernels.split.launched)) == (1, 0)
+    other = make_step(max_blocks=4, seed=1)
+    gate = gate_like(other)
+    out = swa_decode(*other, window=WINDOW, gate=gate, plan=plan)
+    assert out.shape == first.shape
+    assert out.data_ptr() != first.data_ptr()
+    assert (kernels.split.looked_up, kernels.combine.looked_up) == (1, 1), "looked up again"
+    ((grid, split, stream),) = kernels.split.launched
+    assert grid == (plan.programs(4), 2, 1)
+    assert stream == 7
+    assert split["Query"] == other.query.data_ptr()
+    assert split["KeyCache"] == other.cache.key_cache.data_ptr()
+    assert split["ValueCache"] == other.cache.value_cache.data_ptr()
+    assert split["BlockTable"] == other.block_table.data_ptr()
+    assert split["SeqLens"] == other.seq_lens.data_ptr()
+    assert split["Gate"] == gate.data_ptr()
+    assert split["Output"] == out.data_ptr()
+    assert split["PartialLse"] - split["Partial"] == plan.workspace_layout(4)[0]
+    assert (split["Lse"], split["splits"], split["requests"], split["WINDOW"]) == (None, 2, 4, WINDOW)
+    ((grid, combine, _),) = kernels.combine.launched
+    assert grid == (4, HEADS, 1)
+    assert (combine["Partial"], combine["PartialLse"]) == (split["Partial"], split["PartialLse"])
+    assert (combine["Gate"], combine["Output"], combine["PARTS"]) == (gate.data_ptr(), out.data_ptr(), 2)
+
+
+def test_arguments_are_those_of_the_long_way(kernels, step, monkeypatch):
+    """Every argument that is no address is what the launch code itself would pass."""
+    given = []
+    monkeypatch.setattr(StandIn, "__getitem__", lambda self, grid: lambda **arguments: given.append(arguments))
+    plan = two_splits(step)
+    for _ in range(2):
+        swa_decode(*step, window=WINDOW, plan=plan, return_lse=True, softcap=3.0, scale=0.25)
+    for passed, kernel in zip(given, (kernels.split, kernels.combine), strict=True):
+        ((_, repeated, _),) = kernel.launched
+        for name, value in repeated.items():
+            if isinstance(passed[name], torch.Tensor):
+                assert isinstance(value, int), name
+                assert value, name
+            else:
+                assert value == passed[name], name
+
+
+def test_lse_and_callers_memory(kernels, step):
+    plan = two_splits(step)
+    workspace = torch.empty(plan.workspace_bytes + 512, dtype=torch.uint8)
+    workspace = workspace[-workspace.data_ptr() % 256 :]
+    out = torch.empty(4, HEADS, DIM)
+    for _ in range(2):
+        returned, lse = swa_decode(*step, window=WINDOW, plan=plan, out=out, workspace=workspace, return_lse=True)
+    assert returned is out
+    assert (lse.shape, lse.dtype) == ((4, HEADS), torch.float32)
+    ((_, split, _),) = kernels.split.launched
+    ((_, combine, _),) = kernels.combine.launched
+    assert (split["Output"], split["Partial"]) == (out.data_ptr(), workspace.data_ptr())
+    assert combine["Lse"] == lse.data_ptr()
+
+
+def launched_directly(kernels, call):
+    """Run a call; return whether it took the short way."""
+    before = len(kernels.split.launched)
+    call()
+    return len(kernels.split.launched) > before
+
+
+# Each looks different from the call before in one respect that decides checks, plan or machine code.
+OTHERS = {
+    "window": lambda step: {"window": WINDOW + 1},
+    "scale": lambda step: {"scale": 0.5},
+    "lse": lambda step: {"return_lse": True},
+    "gate": lambda step: {"gate": gate_like(step)},
+    "sinks": lambda step: {"sinks": torch.zeros(HEADS)},
+    "out_dtype": lambda step: {"out_dtype": torch.bfloat16},
+    "batch-invariant": lambda step: {"batch_invariant": True},
+    "validated": lambda step: {"validate": True},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_call_that_looks_different_is_checked_anew(kernels, step, other):
+    for _ in range(2):
+        swa_decode(*step, window=WINDOW)
+    options = {"window": WINDOW, **OTHERS[other](step)}
+    assert not launched_directly(kernels, lambda: swa_decode(*step, **options))
+    assert launched_directly(kernels, lambda: swa_decode(*step, **options)) == (other != "validated")
+    assert launched_directly(kernels, lambda: swa_decode(*step, window=WINDOW))
+
+
+@pytest.mark.parametrize("wrong", [{"window": True}, {"window": 16.0}, {"query_len": True}, {"scale": True}])
+def test_options_that_only_compare_equal_are_refused_again(kernels, step, wrong):
+    right = {"window": WINDOW, "query_len": 1, "scale": 1.0}
+    for _ in range(2):
+        swa_decode(*step, **right)
+    if wrong == {"window": True}:
+        for _ in range(2):
+            swa_decode(*step, **{**right, "window": 1})
+    with pytest.raises(TypeError, match=next(iter(wrong))):
+        swa_decode(*step, **{**right, **wrong})
+
+
+def test_another_alignment_is_compiled_anew(kernels, step):
+    swa_decode(*step, window=WINDOW)
+    shifted = torch.empty(step.query.numel() + 1)[1:].view(step.query.shape)
+    assert not launched_directly(kernels, lambda: swa_decode(shifted, *step[1:], window=WINDOW))
+
+
+def test_an_output_over_an_input_is_refused_again(kernels, step):
+    query = torch.randn(4, HEADS, DIM)
+    out = torch.empty(4, HEADS, DIM)
+    for _ in range(2):
+        swa_decode(query, *step[1:], window=WINDOW, out=out)
+    with pytest.raises(ValueError, match="out must not overlap an input, got an overlap with query"):
+        swa_decode(query, *step[1:], window=WINDOW, out=query)
+
+
+def test_gradients_are_refused_again(kernels, step):
+    for _ in range(2):
+        swa_decode(*step, window=WINDOW)
+    query = step.query.clone().requires_grad_()
+    with pytest.raises(NotImplementedError, match="query with requires_grad"):
+        swa_decode(query, *step[1:], window=WINDOW)
+    with torch.no_grad():
+        swa_decode(query, *step[1:], window=WINDOW)
+        assert launched_directly(kernels, lambda: swa_decode(query, *step[1:], window=WINDOW))
+    with pytest.raises(NotImplementedError, match="query with requires_grad"):
+        swa_decode(query, *step[1:], window=WINDOW)
+
+
+def test_modes_see_the_operator(kernels, step):
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    for _ in range(2):
+        swa_decode(*step, window=WINDOW)
+    with Watch():
+        assert not launched_directly(kernels, lambda: swa_decode(*step, window=WINDOW))
+    assert torch.ops.swa_torch.decode.default in seen
+
+
+def test_profilers_see_the_operator(kernels, step):
+    for _ in range(2):
+        swa_decode(*step, window=WINDOW)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        swa_decode(*step, window=WINDOW)
+    assert "swa_torch::decode" in {event.key for event in profile.key_averages()}
+
+
+def test_another_current_device_takes_the_long_way(kernels, step, monkeypatch):
+    for _ in range(2):
+        swa_decode(*step, window=WINDOW)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert not launched_directly(kernels, lambda: swa_decode(*step, window=WINDOW))
+
+
+def test_subclasses_are_never_remembered(kernels, step):
+    class Table(torch.Tensor):
+        pass
+
+    table = step.block_table.as_subclass(Table)
+    for _ in range(3):
+        assert not launched_directly(kernels, lambda: swa_decode(*step[:2], table, step.seq_lens, window=WINDOW))
+
+
+def test_no_more_calls_are_remembered_than_said(kernels, step, monkeypatch):
+    monkeypatch.setattr(_repeat, "REMEMBERED_CALLS", 3)
+    for window in range(1, 9):
+        swa_decode(*step, window=window)
+        assert len(_repeat._remembered) <= 3
+
+
+def test_nothing_is_kept_alive(kernels, step):
+    query = torch.randn(4, HEADS, DIM)
+    swa_decode(query, *step[1:], window=WINDOW)
+    kept = [value for again in _repeat._remembered.values() for kernel in again.kernels for value in kernel.arguments]
+    assert not any(isinstance(value, torch.Tensor) for value in kept)
+
+
+def test_the_original_signature_repeats_too(kernels, step):
+    key_cache, value_cache = step.cache.views()
+    out = torch.empty(4, HEADS, DIM)
+
+    def call():
+        swa_decode_gated(
+            step.query, key_cache, value_cache, *step[2:], gate_like(step), out, scale=0.1, window=WINDOW, query_len=1,
+            splits=2,
+        )  # fmt: skip
+
+    call()
+    assert launched_directly(kernels, call)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_bits_on_a_gpu(splits, cache_dtype):
+    """Calls on other data give the bits of a process that never repeats."""
+    scales = {} if cache_dtype == torch.bfloat16 else {"k_scale": 0.5, "v_scale": 2.0}
+    for seed in range(4):
+        step = make_step(
+            (300, 5, 0, 200), k_dim=128, v_dim=128, max_blocks=32, dtype=torch.bfloat16, device="cuda", seed=seed
+        )  # fmt: skip
+        cache = PagedCache(tuple(base.to(cache_dtype) for base in step.cache.bases), step.cache.layout)
+        gate = normal(4, HEADS, seed=seed).to("cuda", torch.bfloat16)
+        problem = plan_for(step.query, cache, step.block_table, window=128).problem
+        options = {"window": 128, "gate": gate, "plan": Plan.from_splits(problem, splits, device=H200), **scales}
+        args = (step.query, cache, step.block_table, step.seq_lens)
+        repeated = swa_decode(*args, **options, return_lse=True)
+        _repeat._remembered.clear()
+        assert same_bits(repeated, swa_decode(*args, **options, return_lse=True))
+        again = swa_decode(*args, **options, return_lse=True)
+        assert same_bits(repeated, again)
+    assert len(_repeat._remembered) == 1
+
+
+@pytest.mark.gpu
+def test_no_compilation_after_the_first_of_each_kind():
+    """Batch sizes, table widths and lengths that one plan serves compile nothing: counted where Triton compiles."""
+    from triton.runtime.jit import JITFunction
+
+    def kernels_compiled():
+        found = 0
+        for kernel in (_launch.swa_decode_split, _launch.swa_decode_combine):
+            assert isinstance(kernel, JITFunction)
+            found += sum(len(caches[0]) for caches in kernel.device_caches.values())
+        return found
+
+    step = make_step((300,) * 8, k_dim=128, v_dim=128, max_blocks=32, dtype=torch.bfloat16, device="cuda")
+    problem = plan_for(*step[:3], window=128).problem
+    for splits in (1, 4):
+        plan = Plan.from_splits(problem, splits, device=H200)
+        swa_decode(*step, window=128, plan=plan)
+        compiled = kernels_compiled()
+        for requests in range(1, 9):
+            for blocks in (20, 27, 32):
+                table = step.block_table[:requests, :blocks].contiguous()
+                for _ in range(2):
+                    swa_decode(
+                        step.query[:requests], step.cache, table, step.seq_lens[:requests], window=128, plan=plan
+                    )
+        assert kernels_compiled() == compiled
+    torch.cuda.synchronize()
