@@ -100,11 +100,9 @@ def swa_decode(
     """
     key_cache, value_cache = cache_views(cache, layer)
     return _decode(
-        query, key_cache, value_cache, block_table, seq_lens,
-        window=window, gate=gate, scale=scale, query_len=query_len, cu_query_lens=cu_query_lens, kv_start=kv_start,
-        kv_end=kv_end, sinks=sinks, softcap=softcap, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse,
-        out_dtype=out_dtype, out=out, workspace=workspace, plan=plan, backend=backend, batch_invariant=batch_invariant,
-        validate=validate,
+        query, key_cache, value_cache, block_table, seq_lens, window, gate, scale, query_len, cu_query_lens, kv_start,
+        kv_end, sinks, softcap, k_scale, v_scale, return_lse, out_dtype, out, workspace, plan, backend, batch_invariant,
+        validate,
     )  # fmt: skip
 
 
@@ -148,18 +146,16 @@ def swa_decode_gated(
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
     _decode(
-        query, key_cache, value_cache, block_table, seq_lens,
-        window=window, gate=gate, scale=scale, query_len=query_len, out=output,
+        query, key_cache, value_cache, block_table, seq_lens, window, gate, scale, query_len, out=output,
         plan=SplitsAndPack(splits, pack),
         out_dtype=query.dtype if isinstance(query, torch.Tensor) else None,
     )  # fmt: skip
 
 
 def _decode(
-    query, key_cache, value_cache, block_table, seq_lens, *, window, gate=None, scale=None, query_len=1,
-    cu_query_lens=None, kv_start=None, kv_end=None, sinks=None, softcap=None, k_scale=None, v_scale=None,
-    return_lse=False, out_dtype=None, out=None, workspace=None, plan=None, backend=None, batch_invariant=False,
-    validate=False,
+    query, key_cache, value_cache, block_table, seq_lens, window, gate, scale=None, query_len=1, cu_query_lens=None,
+    kv_start=None, kv_end=None, sinks=None, softcap=None, k_scale=None, v_scale=None, return_lse=False, out_dtype=None,
+    out=None, workspace=None, plan=None, backend=None, batch_invariant=False, validate=False,
 ):  # fmt: skip
     """Check and run; ``plan`` is a ``Plan``, a ``SplitsAndPack`` or None.
 

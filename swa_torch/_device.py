@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import os
 import sys
+from typing import Any
 
 import torch
 
@@ -29,7 +30,15 @@ def cuda_profile(index: int) -> DeviceProfile:
     capability = properties.major * 10 + properties.minor
     if capability < LEAST_CAPABILITY:
         raise NotImplementedError(f"swa_torch's kernels need sm_{LEAST_CAPABILITY} or newer, got sm_{capability}")
-    return DeviceProfile.for_cuda(properties.name, capability, properties.multi_processor_count)
+    return DeviceProfile.for_cuda(
+        properties.name, capability, properties.multi_processor_count, memory_gbps(properties)
+    )
+
+
+def memory_gbps(properties: Any) -> int | None:
+    """Return the memory's peak rate in GB/s as the driver tells it, two transfers a clock; None where it does not."""
+    clock_khz = getattr(properties, "memory_clock_rate", None) or 0
+    return int(2 * clock_khz * (getattr(properties, "memory_bus_width", None) or 0) / 8 / 1e6) or None
 
 
 def device_profile(device: torch.device) -> DeviceProfile:

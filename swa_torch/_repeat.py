@@ -9,6 +9,7 @@ that want to see an operator, gradients, another current device, an output that 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -98,12 +99,15 @@ def run_again(key: Key, tensors: tuple[Any, ...]) -> tuple[torch.Tensor, Any] | 
     if again is None:
         return None
     index = again.device.index
-    if torch.cuda.current_device() != index:
+    if torch.cuda.current_device() != index or _hooked():
         return None
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     output = tensors[_OUTPUT]
+    query = tensors[0]
     if output is None:
-        output = torch.empty(again.output[0], dtype=again.output[1], device=again.device)
+        # Of its own dtype, and with sizes one by one: half the cost of any other way to allocate.
+        shape, dtype = again.output
+        output = query.new_empty(*shape) if dtype == query.dtype else query.new_empty(shape, dtype=dtype)
         addresses[_OUTPUT] = output.data_ptr()
     elif _may_overlap(_OUTPUT, addresses, again.reaches):
         return None
@@ -111,11 +115,11 @@ def run_again(key: Key, tensors: tuple[Any, ...]) -> tuple[torch.Tensor, Any] | 
         return None
     workspace = addresses[_WORKSPACE]
     if again.workspace_bytes and not workspace:
-        scratch = torch.empty(again.workspace_bytes, dtype=torch.uint8, device=again.device)
+        scratch = query.new_empty(-(-again.workspace_bytes // query.itemsize))
         workspace = scratch.data_ptr()
     elif workspace and (workspace % 256 or _may_overlap(_WORKSPACE, addresses, again.reaches)):
         return None
-    lse = None if again.lse is None else torch.empty(again.lse, dtype=torch.float32, device=again.device)
+    lse = None if again.lse is None else query.new_empty(again.lse, dtype=torch.float32)
     stream = _stream_getter()(index)
     for kernel in again.kernels:
         arguments = kernel.arguments.copy()
@@ -125,7 +129,7 @@ def run_again(key: Key, tensors: tuple[Any, ...]) -> tuple[torch.Tensor, Any] | 
             arguments[position] = workspace + offset
         if kernel.lse is not None and lse is not None:
             arguments[kernel.lse] = lse.data_ptr()
-        kernel.run(*arguments, stream=stream)
+        kernel.run(stream, arguments)
     return output, lse
 
 
@@ -176,7 +180,32 @@ def _kernel(launch: Launch, compiled: Any, partials_at: int) -> Kernel:
         else:
             assert name == _LSE, name
             lse = position
-    return Kernel(compiled[launch.grid], arguments, addresses, partials, lse)
+    return Kernel(_launcher(compiled, launch.grid), arguments, addresses, partials, lse)
+
+
+_LAUNCHER_PARAMETERS = ["gridX", "gridY", "gridZ", "stream", "function"]
+
+
+def _launcher(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
+    """Return ``run(stream, arguments)`` of a compiled kernel.
+
+    Triton's launcher is called without the metadata and the hooks of its profiler, which cost as much as the launch
+    (``_hooked`` sends calls that a profiler watches the long way). A Triton whose launcher takes other arguments is
+    asked as its documentation has it.
+    """
+    launcher = getattr(compiled, "run", None)
+    if launcher is not None and _parameters(launcher)[:5] == _LAUNCHER_PARAMETERS:
+        first = (compiled.function, compiled.packed_metadata, None, None, None)
+        return lambda stream, arguments: launcher(*grid, stream, *first, *arguments)
+    runner = compiled[grid]
+    return lambda stream, arguments: runner(*arguments, stream=stream)
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return []
 
 
 def _reach(tensor: torch.Tensor) -> int:
@@ -195,9 +224,9 @@ def _may_overlap(written: int, addresses: list[int], reaches: tuple[int, ...]) -
 
 
 def _probe() -> Callable[[], bool]:
-    """Return a function that says whether a mode or a transformation wants to see every operator.
+    """Return a function that says whether a mode, a transformation or a profiler wants to see every call.
 
-    Its parts are torch's own, and may move: without them every call takes the long way.
+    Its parts are torch's and Triton's own, and may move: without them every call takes the long way.
     """
     try:
         modes = torch._C._len_torch_dispatch_stack
@@ -220,3 +249,19 @@ def _stream_getter() -> Callable[[int], int]:
     from triton.runtime import driver
 
     return driver.active.get_current_stream  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _hooked() -> bool:
+    """Whether a profiler of Triton's own (Proton) watches launches."""
+    runtime = _runtime_knobs()
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(enter is not None and getattr(enter, "calls", True)) or bool(
+        leave is not None and getattr(leave, "calls", True)
+    )
+
+
+@functools.cache
+def _runtime_knobs() -> Any:
+    from triton import knobs
+
+    return knobs.runtime

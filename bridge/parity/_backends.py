@@ -173,7 +173,7 @@ def run(inputs: Inputs, backend: str, **overrides: Any) -> Result:
 def plan_for(
     inputs: Inputs, backend: str, *, splits: int | None = None, pack: int | None = None, **choices: Any
 ) -> Plan:
-    """Return the planner's plan for these inputs, with splits or pack replaced."""
+    """Return the planner's plan for these inputs, or with the splits or the pack that are given."""
     runner = runner_of(backend)
     with runner.scope(*vars(inputs).values()):
         (query, cache, table, _), options = runner.arguments(inputs, backend)
@@ -182,7 +182,11 @@ def plan_for(
             window=inputs.window, query_len=inputs.query_len, ragged=inputs.cu_query_lens is not None,
             layer=options.get("layer"), backend=runner.name_of(backend), **choices,
         )  # fmt: skip
-    return replace(plan, splits=plan.splits if splits is None else splits, pack=plan.pack if pack is None else pack)
+    splits = plan.splits if splits is None else splits
+    if pack is None or pack == plan.pack or plan.batch_invariant:
+        return replace(plan, splits=splits, pack=plan.pack if pack is None else pack)
+    # Another packing needs another tile: more rows take more shared memory.
+    return replace(Plan.from_splits(plan.problem, splits, pack), kernel=plan.kernel)
 
 
 def to_result(returned: Any, to_numpy: Any) -> Result:

@@ -38,10 +38,11 @@ class StandIn:
         self.looked_up += 1
 
     def warmup(self, *, grid, **arguments):
-        def compiled(*values, stream):
-            self.launched.append((grid, dict(zip(self.arg_names, values, strict=True)), stream))
+        def run(gridX, gridY, gridZ, stream, function, metadata, launch_metadata, enter, leave, *values):
+            assert (function, metadata, launch_metadata, enter, leave) == ("function", "metadata", None, None, None)
+            self.launched.append(((gridX, gridY, gridZ), dict(zip(self.arg_names, values, strict=True)), stream))
 
-        return {grid: compiled}
+        return SimpleNamespace(run=run, function="function", packed_metadata="metadata")
 
 
 @pytest.fixture
@@ -221,9 +222,41 @@ def test_modes_see_the_operator(kernels, step):
 def test_profilers_see_the_operator(kernels, step):
     for _ in range(2):
         swa_decode(*step, window=WINDOW)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         swa_decode(*step, window=WINDOW)
     assert "swa_torch::decode" in {event.key for event in profile.key_averages()}
+
+
+def test_a_profiler_of_triton_sees_the_launch(kernels, step):
+    from triton import knobs
+
+    for _ in range(2):
+        swa_decode(*step, window=WINDOW)
+
+    def watch(*arguments):
+        raise AssertionError("stand-ins launch nothing")
+
+    knobs.runtime.launch_enter_hook.add(watch)
+    try:
+        assert not launched_directly(kernels, lambda: swa_decode(*step, window=WINDOW))
+    finally:
+        knobs.runtime.launch_enter_hook.remove(watch)
+
+
+def test_an_unknown_launcher_is_asked_as_documented(kernels, step, monkeypatch):
+    runs = []
+
+    class Compiled:
+        def run(self, one, other):
+            raise AssertionError("not to be guessed at")
+
+        def __getitem__(self, grid):
+            return lambda *values, stream: runs.append((grid, len(values), stream))
+
+    monkeypatch.setattr(StandIn, "warmup", lambda self, *, grid, **arguments: Compiled())
+    for _ in range(2):
+        swa_decode(*step, window=WINDOW, plan=two_splits(step))
+    assert [(grid, stream) for grid, _, stream in runs] == [((4 * 2, 2, 1), 7), ((4, HEADS, 1), 7)]
 
 
 def test_another_current_device_takes_the_long_way(kernels, step, monkeypatch):
