@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,37 +32,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import swa_pallas
 import swa_torch
+from benchmarks.jax_timing import JaxTimer
 from benchmarks.timing import GraphTimer, floor_timers
 from benchmarks.workloads import NINE, Tensors, Workload, make_tensors
 from swa_torch._triton import _launch
-
-QUEUED_US = 20_000
-"""Calls are queued for about this long, so that the host's share is hidden as in serving."""
-
-
-class JaxTimer:
-    """A jitted function of ``calls`` decode steps; ``measure`` returns microseconds a call."""
-
-    def __init__(self, run: Callable[[], tuple], calls: int) -> None:
-        self.run = run
-        self.calls = calls
-        for _ in range(3):
-            jax.block_until_ready(run())
-        start = time.perf_counter()
-        jax.block_until_ready(run())
-        self.repeats = max(3, round(QUEUED_US / max(1.0, (time.perf_counter() - start) * 1e6)))
-
-    def measure(self) -> float:
-        """Queue the function ``repeats`` times and wait once.
-
-        Outputs are dropped before the next call, so that it gets their memory: at other addresses XLA would have to
-        rewrite its graph, which a step that keeps its activations inside does not.
-        """
-        start = time.perf_counter()
-        for _ in range(self.repeats - 1):
-            self.run()
-        jax.block_until_ready(self.run())
-        return (time.perf_counter() - start) * 1e6 / (self.repeats * self.calls)
 
 
 def torch_launch(workload: Workload, t: Tensors, plan: swa_torch.Plan, calls: int) -> Callable[[int], None]:
@@ -120,11 +92,11 @@ def device_times(run: Callable[[], object], calls: int) -> tuple[float, float, f
 
 def without_dependent_launch(launch: Callable[[int], None], calls: int) -> GraphTimer:
     """Return a graph of launches that each wait for the one before to end."""
-    capability, _launch.PDL_CAPABILITY = _launch.PDL_CAPABILITY, 10_000
+    capability, _launch.DEPENDENT_LAUNCH_CAPABILITY = _launch.DEPENDENT_LAUNCH_CAPABILITY, 10_000
     try:
         return GraphTimer(launch, calls)
     finally:
-        _launch.PDL_CAPABILITY = capability
+        _launch.DEPENDENT_LAUNCH_CAPABILITY = capability
 
 
 def ulp_histogram(workload: Workload, t: Tensors, plan: swa_pallas.Plan) -> dict[str, int]:

@@ -1,107 +1,85 @@
-"""Exhaustive sweep of plans: what the planner's rules are made from, and what its regret is.
+"""Exhaustive sweep of plans: what the planner's costs are made from, and what its regret is.
 
-    python -m benchmarks.sweep [--json FILE] [--only CASE ...]
+    python -m benchmarks.sweep [--only NAME ...] [--random N --seed S] [--json FILE] [--limit SECONDS]
 
-Kernels are compiled by several processes first; Triton's cache on disk hands them to the measuring one.
+Without options: the nine cases. ``--only`` takes their names and those of ``sweep_cases.OTHERS``. ``--random`` draws
+shapes that no cost was fitted to. Kernels are compiled by several processes first; Triton's cache on disk hands
+them to the measuring one. Kernels that spill registers are left out. The best plans of each shape and the planner's own
+are measured once more, in turn; *regret* is the time of ours over the best of that run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
 import swa_torch
+from benchmarks.sweep_cases import DEFAULT, OTHERS, Variant, plans, random_variants
 from benchmarks.timing import GraphTimer, interleaved
-from benchmarks.workloads import NINE, Tensors, Workload, make_tensors
-from swa_plan import Plan, Problem
+from benchmarks.workloads import Tensors, make_tensors
+from bridge._tune.compiling import Spills, compile_plans, default_processes, runs
+from swa_plan import DeviceProfile, Plan
 from swa_plan import plan as make_plan
 from swa_torch._device import cuda_profile
 
-TILES = (
-    (16, 1, 4), (16, 2, 4), (32, 1, 2), (32, 1, 3), (32, 1, 4), (32, 2, 2), (32, 2, 3), (32, 4, 3), (32, 8, 3),
-    (64, 1, 2), (64, 1, 3), (64, 2, 2), (64, 4, 2), (64, 4, 3), (64, 8, 2), (64, 8, 3), (128, 4, 2), (128, 8, 2),
-)  # fmt: skip
-SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
-PACKS = (1, 2, 4)
+REPLAY_BYTES = 200_000_000
+"""A replay reads at least this much, which is more than any L2 cache keeps."""
 
-VARIANTS = (
-    *((workload, "bfloat16", "bfloat16") for workload in NINE),
-    # Rows of 64: 16 query heads a kv head and four verify rows.
-    (Workload("mtp_b64h1", 64, 1, 16, 4), "bfloat16", "bfloat16"),
-    (Workload("mtp_b16h4", 16, 4, 16, 4), "bfloat16", "bfloat16"),
-    (Workload("mtp_b128h4", 128, 4, 16, 4), "bfloat16", "bfloat16"),
-    (Workload("fp8_b16h8", 16, 8, 8), "bfloat16", "float8_e4m3fn"),
-    (Workload("fp8_b256h8", 256, 8, 8), "bfloat16", "float8_e4m3fn"),
-    (Workload("fp8_mtp_b16h4", 16, 4, 16, 4), "bfloat16", "float8_e4m3fn"),
-    (Workload("fp8_mtp_b32h8", 32, 8, 8, 4), "bfloat16", "float8_e4m3fn"),
-    (Workload("int8_b256h8", 256, 8, 8), "bfloat16", "int8"),
-    (Workload("fp32_b16h8", 16, 8, 8), "float32", "float32"),
-    # Other windows and head sizes of published models.
-    (Workload("w128_b64", 64, 8, 8, 1, 2048, 128, 64, 64), "bfloat16", "bfloat16"),
-    (Workload("w1024_b16", 16, 8, 2, 1, 2048, 1024, 64, 256), "bfloat16", "bfloat16"),
-    (Workload("w4096_b8", 8, 8, 4, 1, 8192, 4096, 64, 128), "bfloat16", "bfloat16"),
-)
+FINALISTS, REPEATS, FINAL_REPEATS = 8, 3, 21
+COMPILED_AHEAD = 6
+"""Shapes whose kernels are compiled before they are measured; few, so that a time limit leaves results."""
 
 
-def plans(workload: Workload, dtype: str, cache_dtype: str) -> list[Plan]:
-    """Return every plan worth trying."""
-    problem = Problem(
-        workload.requests, workload.kv_heads * workload.group, workload.kv_heads, workload.dim, workload.dim,
-        workload.window, workload.block, -(-workload.seq_len // workload.block), workload.query_len, dtype, cache_dtype,
-    )  # fmt: skip
-    found = []
-    for pack in (pack for pack in PACKS if pack <= workload.query_len and pack * workload.group <= 64):
-        for splits in SPLITS:
-            for tile, warps, stages in TILES:
-                plan = Plan(problem, "portable", pack, splits, tile, warps, stages)
-                programs = plan.programs(workload.requests) * splits
-                if splits * tile > workload.window or (splits > 1 and programs > 8 * 132) or programs < 16:
-                    continue
-                if (plan.rows == 64 and warps < 4) or (warps == 8 and plan.rows < 64 and tile < 128):
-                    continue
-                if dtype == "float32" and (tile > 64 or plan.rows > 32):
-                    continue
-                found.append(plan)
-    return found
+class Timed(NamedTuple):
+    """A plan and its time."""
+
+    time_us: float
+    plan: Plan
 
 
-def chosen(names: list[str] | None) -> list[tuple[Workload, str, str]]:
-    """Return the variants to sweep."""
-    return [variant for variant in VARIANTS if not names or variant[0].name in names]
+class Swept(NamedTuple):
+    """One shape's result; ``ours`` is None where the planner's plan does not run."""
+
+    variant: Variant
+    times: list[Timed]
+    best: Timed
+    ours: Timed | None
+
+    @property
+    def regret(self) -> float | None:
+        """Our time over the best."""
+        return None if self.ours is None else self.ours.time_us / self.best.time_us
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as an object."""
+        return {
+            "workload": self.variant.workload._asdict(),
+            "dtype": self.variant.dtype,
+            "cache_dtype": self.variant.cache_dtype,
+            "best": _row(self.best),
+            "ours": None if self.ours is None else _row(self.ours),
+            "regret": self.regret,
+            "times": [_row(each) for each in self.times],
+        }
 
 
-def compile_share(names: list[str] | None, share: int, shares: int) -> None:
-    """Compile every ``shares``-th plan by calling it once."""
-    index = 0
-    for workload, dtype, cache_dtype in chosen(names):
-        tensors = variant_tensors(workload._replace(requests=1), dtype, cache_dtype, small=True)
-        for plan in plans(workload, dtype, cache_dtype):
-            index += 1
-            if index % shares == share:
-                try_decode(tensors, plan)
-
-
-def variant_tensors(workload: Workload, dtype: str, cache_dtype: str, *, small: bool = False) -> Tensors:
-    """Return a variant's tensors; ``small`` makes one rotation only."""
-    compute = getattr(torch, dtype)
-    tensors = make_tensors(workload, cache_dtype=getattr(torch, cache_dtype), sets=1 if small else None)
+def variant_tensors(variant: Variant) -> Tensors:
+    """Return a variant's tensors."""
+    compute = getattr(torch, variant.dtype)
+    tensors = make_tensors(variant.workload, cache_dtype=getattr(torch, variant.cache_dtype))
+    assert tensors.gate is not None
     return tensors._replace(
         query=tensors.query.to(compute), gate=tensors.gate.to(compute), output=tensors.output.to(compute)
     )
-
-
-def try_decode(tensors: Tensors, plan: Plan) -> bool:
-    """Run one call; return whether the plan fits the device at all."""
-    try:
-        decode(tensors, plan, 0)
-    except triton.runtime.errors.OutOfResources:
-        return False
-    return True
 
 
 def decode(tensors: Tensors, plan: Plan, index: int) -> None:
@@ -114,54 +92,143 @@ def decode(tensors: Tensors, plan: Plan, index: int) -> None:
     )  # fmt: skip
 
 
-def measure(tensors: Tensors, candidates: list[Plan], repeats: int) -> list[tuple[float, Plan]]:
-    """Return times in microseconds, best first."""
-    calls = max(8, min(32, len(tensors.tables)))
-    timed = []
-    for plan in candidates:
-        if try_decode(tensors, plan):
-            timer = GraphTimer(lambda index, plan=plan: decode(tensors, plan, index), calls)
-            timed.append((interleaved({"plan": timer}, repeats)["plan"], plan))
-    return sorted(timed, key=lambda item: item[0])
+def timer_of(tensors: Tensors, plan: Plan, read_bytes: int) -> GraphTimer | None:
+    """Return a plan's timer; None where its kernel does not fit the GPU."""
+    if not runs(lambda: decode(tensors, plan, 0)):
+        return None
+    calls = max(8, min(len(tensors.tables), -(-REPLAY_BYTES // read_bytes)))
+    return GraphTimer(lambda index: decode(tensors, plan, index), calls)
+
+
+def sweep(variant: Variant, profile: DeviceProfile, spills: Spills, end: float) -> Swept | None:
+    """Measure every plan of a shape, then the best ones beside ours; None where time is up or nothing runs."""
+    tensors, read_bytes = variant_tensors(variant), variant.workload.read_bytes
+    times = []
+    for plan in plans(variant, profile):
+        if time.monotonic() > end:
+            return None
+        timer = timer_of(tensors, plan, read_bytes)
+        spilled = spills.of(plan)  # asked for all, so that no kernel is taken for another plan's
+        if timer is not None and not spilled:
+            times.append(Timed(interleaved({"plan": timer}, REPEATS)["plan"], plan))
+    times.sort(key=lambda each: each.time_us)
+    ours = make_plan(variant.problem, profile)
+    finalists = dict.fromkeys([*(each.plan for each in times[:FINALISTS]), ours])
+    timers = {plan: timer for plan in finalists if (timer := timer_of(tensors, plan, read_bytes)) is not None}
+    if not timers:
+        return None
+    names = {str(number): plan for number, plan in enumerate(timers)}
+    medians = interleaved({name: timers[plan] for name, plan in names.items()}, FINAL_REPEATS)
+    final = {names[name]: time_us for name, time_us in medians.items()}
+    best = min((Timed(time_us, plan) for plan, time_us in final.items()), key=lambda each: each.time_us)
+    known = {each.plan: each.time_us for each in times} | final
+    return Swept(
+        variant,
+        sorted((Timed(time_us, plan) for plan, time_us in known.items()), key=lambda each: each.time_us),
+        best,
+        Timed(final[ours], ours) if ours in final else None,
+    )
+
+
+def sweep_all(variants: Sequence[Variant], profile: DeviceProfile, processes: int, end: float) -> Iterator[Swept]:
+    """Yield the results that there is time for."""
+    spills = Spills()
+    for first in range(0, len(variants), COMPILED_AHEAD):
+        group = variants[first : first + COMPILED_AHEAD]
+        started = time.monotonic()
+        ours = [make_plan(variant.problem, profile) for variant in group]
+        kernels = compile_plans([*ours, *(plan for each in group for plan in plans(each, profile))], processes)
+        print(f"{kernels} kernels compiled in {time.monotonic() - started:.0f} s", flush=True)
+        for variant in group:
+            if time.monotonic() > end:
+                print(f"the time limit is reached before {variant.name}", flush=True)
+                return
+            swept = sweep(variant, profile, spills, end)
+            torch.cuda.empty_cache()
+            if swept is not None:
+                yield swept
+
+
+def summary(regrets: Sequence[float]) -> dict[str, float | int | None]:
+    """Return the geometric mean and the largest of regrets."""
+    if not regrets:
+        return {"shapes": 0, "geometric_mean": None, "largest": None}
+    mean = math.exp(sum(map(math.log, regrets)) / len(regrets))
+    return {"shapes": len(regrets), "geometric_mean": mean, "largest": max(regrets)}
+
+
+def chosen(names: Sequence[str] | None, random_count: int, seed: int) -> list[Variant]:
+    """Return the variants to sweep.
+
+    Raises:
+        ValueError: no variant has that name.
+    """
+    known = {variant.name: variant for variant in (*DEFAULT, *OTHERS)}
+    if unknown := [name for name in names or () if name not in known]:
+        raise ValueError(f"--only must be some of {', '.join(known)}, got {', '.join(unknown)}")
+    named = [known[name] for name in names] if names else [] if random_count else list(DEFAULT)
+    return [*named, *random_variants(random_count, seed)]
+
+
+def report(swept: Swept) -> str:
+    """Return one line for a person."""
+    start = f"{swept.variant.name:38s} {len(swept.times):4d} plans, best {short(swept.best)}"
+    rate = swept.variant.workload.read_bytes / swept.best.time_us / 1e6
+    if swept.ours is None:
+        return f"{start} ({rate:.2f} TB/s); OURS DOES NOT RUN"
+    return f"{start} ({rate:.2f} TB/s); ours {short(swept.ours)}, regret {swept.regret:.3f}"
+
+
+def short(timed: Timed) -> str:
+    """Return a plan and its time in a few characters."""
+    plan = timed.plan
+    return f"p{plan.pack} s{plan.splits} {plan.tile}/{plan.warps}/{plan.stages} {timed.time_us:.2f}"
+
+
+def _row(timed: Timed) -> list[float]:
+    plan = timed.plan
+    return [timed.time_us, plan.pack, plan.splits, plan.tile, plan.warps, plan.stages]
+
+
+def _write(path: Path, results: Sequence[Swept], header: dict[str, Any]) -> None:
+    """Write everything, whole or not at all."""
+    regrets = [each.regret for each in results if each.regret is not None]
+    found = {**header, "summary": summary(regrets), "cases": {each.variant.name: each.to_json() for each in results}}
+    temporary = path.with_suffix(".partial")
+    temporary.write_text(json.dumps(found))
+    os.replace(temporary, path)
 
 
 def main() -> None:
-    """Compile, measure, print the best of each case beside the planner's choice."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--processes", type=int, default=14)
-    parser.add_argument("--only", nargs="*", help="names of cases")
+    """Compile, measure, print the best of each shape beside the planner's choice."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="names of cases")
+    parser.add_argument("--random", type=int, default=0, metavar="N", help="random shapes (instead of the nine cases)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the random shapes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here, anew after each shape")
+    parser.add_argument("--limit", type=float, default=math.inf, metavar="SECONDS", help="stop measuring after this")
+    parser.add_argument("--processes", type=int, default=default_processes(), metavar="N", help="that compile")
     arguments = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    shares = arguments.processes
-    workers = [context.Process(target=compile_share, args=(arguments.only, share, shares)) for share in range(shares)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    results = {}
-    device = cuda_profile(0)
-    for workload, dtype, cache_dtype in chosen(arguments.only):
-        candidates = plans(workload, dtype, cache_dtype)
-        tensors = variant_tensors(workload, dtype, cache_dtype)
-        timed = measure(tensors, candidates, 5)
-        finalists = measure(tensors, [plan for _, plan in timed[:6]], 25)
-        own = measure(tensors, [make_plan(candidates[0].problem, device)], 25)[0]
-        print(f"{workload.name:10s} planner {short(own[1])} {own[0]:.2f}; best {finalists[0][0]:.2f}, regret "
-              f"{own[0] / finalists[0][0]:.3f}; " + "; ".join(f"{short(plan)} {time:.2f}" for time, plan in finalists),
-              flush=True)  # fmt: skip
-        results[workload.name] = [
-            (time, plan.pack, plan.splits, plan.tile, plan.warps, plan.stages) for time, plan in timed
-        ]
-        del tensors
-        torch.cuda.empty_cache()
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results))
-
-
-def short(plan: Plan) -> str:
-    """Return a plan in a few characters."""
-    return f"p{plan.pack} s{plan.splits} {plan.tile}/{plan.warps}/{plan.stages}"
+    end = time.monotonic() + arguments.limit
+    try:
+        variants = chosen(arguments.only, arguments.random, arguments.seed)
+    except ValueError as error:
+        parser.error(str(error))
+    profile = cuda_profile(0)
+    header = {
+        "device": torch.cuda.get_device_name(0), "torch": torch.__version__, "triton": triton.__version__,
+        "profile": profile.name, "seed": arguments.seed,
+    }  # fmt: skip
+    results: list[Swept] = []
+    for swept in sweep_all(variants, profile, arguments.processes, end):
+        results.append(swept)
+        print(report(swept), flush=True)
+        if arguments.json:
+            _write(arguments.json, results, header)
+    found = summary([each.regret for each in results if each.regret is not None])
+    if found["shapes"]:
+        print(f"{found['shapes']} shapes: regret {found['geometric_mean']:.3f} in the geometric mean, "
+              f"{found['largest']:.3f} at most")  # fmt: skip
 
 
 if __name__ == "__main__":

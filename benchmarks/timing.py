@@ -12,8 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-ROTATED_BYTES = 400_000_000
-"""Inputs in rotation exceed this, several times any L2 cache."""
+from benchmarks.tensors import rotations
 
 _STREAM_SHAPES = ((4096, 1, 4, 1), (4096, 4, 4, 4), (8192, 4, 8, 4), (4096, 8, 4, 4), (2048, 8, 4, 4), (4096, 16, 4, 4))
 
@@ -70,7 +69,7 @@ def _stream(X, Out, n, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr, STAGES: tl
 def floor_timers(read_bytes: int) -> dict[str, GraphTimer]:
     """Return timers of the streaming kernel's shapes for one size; the least of their medians is the floor."""
     count = read_bytes // 4
-    sets = max(1, min(64, -(-ROTATED_BYTES // read_bytes)))
+    sets = rotations(read_bytes)
     data = torch.empty(sets, count, device="cuda").normal_()
     out = torch.empty(1 << 20, device="cuda")
     timers = {}

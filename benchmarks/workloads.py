@@ -1,12 +1,18 @@
-"""The shapes that are measured, and their tensors, rotated so that no call finds its keys in the L2 cache."""
+"""The nine shapes that the planner's rules were made from, and their tensors.
+
+A workload is a case whose requests are all alike; see ``cases`` and ``tensors``.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from benchmarks.timing import ROTATED_BYTES
+from benchmarks.cases import Case
+from benchmarks.tensors import Tensors as Tensors
+from benchmarks.tensors import make_tensors as make_case_tensors
 
 
 class Workload(NamedTuple):
@@ -42,16 +48,17 @@ NINE = (
 """Tensor-parallel shards of a 64-head model from batch 1 to 256, and two steps of speculative decoding."""
 
 
-class Tensors(NamedTuple):
-    """A workload's tensors; ``tables[i]`` is the block table of rotation ``i``."""
-
-    query: torch.Tensor
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor
-    tables: torch.Tensor
-    seq_lens: torch.Tensor
-    gate: torch.Tensor
-    output: torch.Tensor
+def case_of(workload: Workload, *, suite: str = "", ragged: bool = False, seed: int = 0) -> Case:
+    """Return a workload as a case; ``ragged`` draws lengths between the window and ``seq_len``, else all are alike."""
+    w = workload
+    seq_lens = (w.seq_len,) * w.requests
+    if ragged:
+        drawn = np.random.default_rng(seed).integers(w.window + w.query_len, w.seq_len + 1, w.requests)
+        seq_lens = tuple(drawn.tolist())
+    return Case(
+        w.name, suite, seq_lens, w.kv_heads, w.group, w.dim, w.dim, w.window, w.query_len, w.block,
+        family=f"{w.kv_heads} x {w.group}" if w.query_len == 1 else "",
+    )  # fmt: skip
 
 
 def make_tensors(
@@ -62,25 +69,6 @@ def make_tensors(
     sets: int | None = None,
     seed: int = 0,
 ) -> Tensors:
-    """Return random tensors; ``ragged`` draws lengths between the window and ``seq_len``, else all are alike."""
-    generator = torch.Generator(device="cuda").manual_seed(seed)
-    columns = -(-workload.seq_len // workload.block)
-    sets = sets or max(1, min(64, -(-ROTATED_BYTES // workload.read_bytes)))
-    pages = workload.requests * columns * sets
-    heads, tokens = workload.kv_heads * workload.group, workload.requests * workload.query_len
-    shape = (2, pages, workload.block, workload.kv_heads, workload.dim)
-    caches = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(generator=generator).to(cache_dtype)
-    tables = torch.randperm(pages, generator=generator, device="cuda").to(torch.int32)
-    seq_lens = torch.full((workload.requests,), workload.seq_len, dtype=torch.int32, device="cuda")
-    if ragged:
-        least = workload.window + workload.query_len
-        seq_lens.random_(least, workload.seq_len + 1, generator=generator)
-
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=generator, device="cuda").to(torch.bfloat16)
-
-    query = normal(tokens, heads, workload.dim)
-    return Tensors(
-        query, caches[0], caches[1], tables.view(sets, workload.requests, columns), seq_lens, normal(tokens, heads),
-        torch.empty_like(query),
-    )  # fmt: skip
+    """Return random tensors on the GPU; with a gate, without sinks."""
+    case = case_of(workload, ragged=ragged, seed=seed)
+    return make_case_tensors(case, cache_dtype=cache_dtype, sets=sets, seed=seed)

@@ -14,5 +14,8 @@ from swa_plan._layout import LAYOUTS as LAYOUTS
 from swa_plan._layout import CacheLayout as CacheLayout
 from swa_plan._plan import Plan as Plan
 from swa_plan._plan import plan as plan
+from swa_plan._predict import Prediction as Prediction
+from swa_plan._predict import alternatives as alternatives
+from swa_plan._predict import predict as predict
 from swa_plan._problem import Problem as Problem
 from swa_plan._version import __version__ as __version__

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from swa_plan._costs import Tile, faults, shared_bytes
 from swa_plan._device import DeviceProfile
 from swa_plan._plan import Plan
 from swa_plan._plan import plan as make_plan
 from swa_plan._problem import Problem
-from swa_plan._tiles import Tile, shared_bytes
 
 REMEMBERED_PLANS = 4096
 
@@ -54,12 +54,18 @@ def check_chosen(
 
 
 def check_fits(plan: Plan, profile: DeviceProfile) -> None:
-    """Check that a portable plan's programs fit into a device's shared memory.
+    """Check that a portable plan's programs fit into a device's shared memory, and are none that may fault.
 
     Raises:
-        ValueError: naming the plan's fields and both sizes.
+        ValueError: naming the plan's fields and both sizes, or the rule.
     """
-    needed = shared_bytes(plan.problem, plan.rows, Tile(plan.tile, plan.warps, plan.stages))
+    tile = Tile(plan.tile, plan.warps, plan.stages)
+    if plan.kernel == "portable" and faults(plan.problem, plan.rows, tile):
+        raise ValueError(
+            f"plan.tile must be at most 32 where a {plan.problem.cache_dtype} cache meets more than 32 rows a program "
+            f"(larger ones may fault), got plan.tile={plan.tile} with plan.pack={plan.pack}"
+        )
+    needed = shared_bytes(plan.problem, plan.rows, tile)
     if plan.kernel == "portable" and needed > profile.shared_memory:
         raise ValueError(
             f"plan.tile={plan.tile}, plan.stages={plan.stages}, plan.pack={plan.pack} (made for {plan.device!r}) need "

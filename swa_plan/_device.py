@@ -1,14 +1,21 @@
 """What the planner knows of a device.
 
-Numbers are the vendors' public ones, in units that stay integers so that a profile can be part of a plan's provenance.
+Sizes and rates are the vendors' public ones. What a plan costs on an H200 was measured; for other chips its constants
+are scaled by their memory's rate, until ``swa tune`` measures them and stores what it found.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+
+from swa_plan._costs import Costs
+from swa_plan._profiles import PROFILE_FIELDS, stored_profile
 
 LEAST_CAPABILITY = 80
 """What the kernels of both frameworks need."""
+
+DEPENDENT_LAUNCH_CAPABILITY = 90
+"""Programmatic dependent launch exists from sm_90 on."""
 
 FP8_CAPABILITY = 89
 """Chips before sm_89 cannot convert fp8 e4m3 themselves; there the kernels take it as bits."""
@@ -25,6 +32,7 @@ class DeviceProfile:
         shared_memory: most bytes of shared memory a block can have.
         l2_bytes: size of the L2 cache.
         memory_gbps: peak memory bandwidth in GB/s.
+        costs: what the parts of a plan take; None takes the H200's, scaled by bandwidth.
     """
 
     name: str
@@ -33,10 +41,20 @@ class DeviceProfile:
     shared_memory: int
     l2_bytes: int
     memory_gbps: int
+    costs: Costs = field(default=None)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.costs is None:
+            object.__setattr__(self, "costs", scaled_costs(self.memory_gbps, self.num_sms))
+
+    @property
+    def shared_per_sm(self) -> int:
+        """Bytes of shared memory of a multiprocessor: what one block may have, and the kilobyte that CUDA keeps."""
+        return self.shared_memory + 1024
 
     @classmethod
     def named(cls, name: str) -> DeviceProfile:
-        """Return a known profile.
+        """Return a shipped profile, whatever was measured here.
 
         Raises:
             ValueError: no profile has that name.
@@ -47,14 +65,27 @@ class DeviceProfile:
             raise ValueError(f"name must be one of {', '.join(sorted(_KNOWN))}, got {name!r}") from None
 
     @classmethod
-    def for_cuda(cls, device_name: str, capability: int, num_sms: int) -> DeviceProfile:
-        """Return the profile of a CUDA device as its driver describes it; unknown chips get their family's limits."""
+    def for_cuda(cls, device_name: str, capability: int, num_sms: int, memory_gbps: int | None = None) -> DeviceProfile:
+        """Return the profile of a CUDA device as its driver describes it: the one that ``swa tune`` stored, if any.
+
+        Else the shipped one of that chip; unknown chips get their family's limits. ``memory_gbps`` is the driver's
+        word, where it gives one; a known chip's public number comes first.
+        """
+        stored = stored_profile(device_name, capability, num_sms)
+        if stored is not None:
+            return cls(**{name: getattr(stored, name) for name in PROFILE_FIELDS})
+        return cls.shipped(device_name, capability, num_sms, memory_gbps)
+
+    @classmethod
+    def shipped(cls, device_name: str, capability: int, num_sms: int, memory_gbps: int | None = None) -> DeviceProfile:
+        """Return what ``for_cuda`` returns where nothing is stored."""
         words = device_name.lower().replace("-", " ").split()
         for known in _KNOWN.values():
             if known.capability == capability and (known.name in words or known.name in "".join(words)):
                 shared_memory = shared_memory_limit(capability)
                 return cls(known.name, capability, num_sms, shared_memory, known.l2_bytes, known.memory_gbps)
-        return cls(device_name, capability, num_sms, shared_memory_limit(capability), 32 << 20, 1000)
+        memory_gbps = memory_gbps or _UNKNOWN_GBPS
+        return cls(device_name, capability, num_sms, shared_memory_limit(capability), 32 << 20, memory_gbps)
 
 
 def shared_memory_limit(capability: int) -> int:
@@ -64,6 +95,23 @@ def shared_memory_limit(capability: int) -> int:
     if capability in (80, 87):
         return 163 << 10
     return 99 << 10
+
+
+_UNKNOWN_GBPS = 1000
+_MEASURED_GBPS, _MEASURED_SMS = 4800, 132
+
+
+def scaled_costs(memory_gbps: int, num_sms: int) -> Costs:
+    """Return the H200's costs with those of reading and writing scaled to another memory."""
+    measured = Costs()
+    if not memory_gbps:
+        return measured
+    slower = _MEASURED_GBPS / memory_gbps
+    each = slower * num_sms / _MEASURED_SMS
+    return replace(
+        measured, stream=measured.stream * each, shallow=measured.shallow * each, tall=measured.tall * each,
+        partial=measured.partial * slower,
+    )  # fmt: skip
 
 
 _KNOWN = {

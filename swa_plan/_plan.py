@@ -11,21 +11,18 @@ import json
 from dataclasses import asdict, dataclass, field, fields, replace
 
 from swa_plan._checks import check_integer
+from swa_plan._choose import MAX_PACKED_ROWS, choices, choose_tile
+from swa_plan._costs import padded_rows
 from swa_plan._device import DeviceProfile
 from swa_plan._problem import Problem
-from swa_plan._shapes import ceil_div, next_power_of_two
-from swa_plan._tiles import choose_tile
+from swa_plan._shapes import ceil_div
+from swa_plan._tiles import invariant_tile
 
 KERNELS = ("portable", "hopper", "ops", "interpret")
-MAX_PACKED_ROWS = 64
-"""The original kernel's rule for packed query rows times heads."""
-
 MAX_SPLITS = 65535
 """CUDA's limit for the second axis of a grid."""
 
 _ALIGNMENT = 256
-_WIDE_GRANULE, _NARROW_GRANULE, _TALL_GRANULE, _LONGEST_CHUNK = 128, 64, 32, 512
-_MAX_CHOSEN_SPLITS = 64
 _INVARIANT_CHUNK = 128
 _INVARIANT_CHUNKS = 32
 
@@ -115,7 +112,7 @@ class Plan:
     @property
     def rows(self) -> int:
         """Rows of a program's matrix products, padded to a power of two of at least 16."""
-        return max(16, next_power_of_two(self.pack * self.problem.head_tile))
+        return padded_rows(self.problem, self.pack)
 
     @property
     def row_tiles(self) -> int:
@@ -235,47 +232,8 @@ def plan(
     profile = device if device.capability else DeviceProfile.named("h200")
     if batch_invariant:
         return _invariant_plan(problem, profile, kernel, device.name)
-    dependent_launch = dependent_launch or kernel != "portable"
-    pack = _choose_pack(problem, profile)
-    splits = _choose_splits(problem, pack, profile, dependent_launch)
-    tile = choose_tile(problem, pack, splits, profile, dependent_launch=dependent_launch)
-    return Plan(problem, kernel, pack, splits, *tile, device=device.name)
-
-
-def _choose_pack(problem: Problem, device: DeviceProfile) -> int:
-    """Pack rows so that overlapping windows are read once, unless that would leave most of the GPU idle."""
-    if problem.dtype == "float32":
-        return 1  # without tensor cores, wider products cost more than the reads that they save
-    # Converting a one-byte cache costs more, the more rows a program's products have.
-    rows = 16 if problem.quantised and problem.group <= 8 else MAX_PACKED_ROWS
-    most = min(problem.query_len, max(1, rows // problem.group))
-    row_tiles = ceil_div(problem.query_len, most)
-    packed = ceil_div(problem.query_len, row_tiles)
-    programs = problem.max_requests * row_tiles * problem.kv_heads
-    return packed if 4 * programs >= device.num_sms else 1
-
-
-def _choose_splits(problem: Problem, pack: int, device: DeviceProfile, dependent_launch: bool) -> int:
-    """Split until the programs fill two to four waves, into even chunks wide enough to pay for their partials.
-
-    Where a launch waits for the one before, a program's start is not hidden: programs that all run at once then take
-    half as many keys each (H200, 8 programs: 6.15 us against 6.8).
-    """
-    programs = problem.max_requests * ceil_div(problem.query_len, pack) * problem.kv_heads
-    programs *= problem.head_tiles
-    tall = pack * problem.group > 32
-    keys = problem.row_keys + pack - 1
-    one_wave = programs * ceil_div(keys, _NARROW_GRANULE) <= device.num_sms
-    wide = keys >= 2 * _WIDE_GRANULE and not problem.quantised and (dependent_launch or not one_wave)
-    granule = _TALL_GRANULE if tall else _WIDE_GRANULE if wide else _NARROW_GRANULE
-    chunks = max(1, ceil_div(keys, granule))
-    waves = 4 if problem.quantised else 3 if tall else 2
-    most = max(1, min(chunks, waves * device.num_sms // max(1, programs), _MAX_CHOSEN_SPLITS))
-    # Wide windows gain more from four waves than the combine costs; a window of 512 keys does not.
-    longest = _LONGEST_CHUNK if problem.row_keys < 2 * _LONGEST_CHUNK else _LONGEST_CHUNK // 2
-    if ceil_div(problem.row_keys, most) > longest:
-        most = max(1, min(chunks, 4 * device.num_sms // max(1, programs), _MAX_CHOSEN_SPLITS))
-    return ceil_div(chunks, ceil_div(chunks, most))
+    best = choices(problem, profile, dependent_launch=dependent_launch or kernel != "portable")[0]
+    return Plan(problem, kernel, best.pack, best.splits, *best.tile, device=device.name)
 
 
 def check_pack(problem: Problem, pack: int) -> None:
@@ -302,9 +260,8 @@ def _invariant_plan(problem: Problem, device: DeviceProfile, kernel: str, device
     padded matrix, because a wider one may sum in another order.
     """
     single = replace(problem, max_requests=1, query_len=1, max_tokens=None, ragged=False)
-    rows = Plan(single, kernel, 1, 1, 16, 1, 2).rows
-    pack = min(problem.query_len, max(1, rows // problem.group))
-    tile = choose_tile(single, 1, 1, device, invariant=True)
+    pack = min(problem.query_len, max(1, padded_rows(single, 1) // problem.group))
+    tile = invariant_tile(single, device)
     chunk = max(_INVARIANT_CHUNK, ceil_div(problem.row_keys, _INVARIANT_CHUNKS))
     chunk = ceil_div(chunk, tile.keys) * tile.keys
     # Never 1 where another query_len would need 2: with one split the sums are finished in another order.

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from bridge._cli import _check, _doctor, _plan, _replay
+from bridge._cli import _bench, _check, _doctor, _plan, _replay, _tune
 from swa_plan import __version__
 
 app = typer.Typer(
-    help="Sliding-window GQA decode: replay a trace, explain a plan, check every backend, look at this machine.",
+    help="Sliding-window GQA decode: replay a trace, explain a plan, check and measure backends, look at this machine.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
@@ -37,3 +37,5 @@ app.command("replay")(_replay.replay)
 app.command("plan")(_plan.plan_command)
 app.command("doctor")(_doctor.doctor)
 app.command("check")(_check.check)
+app.command("bench")(_bench.bench)
+app.command("tune")(_tune.tune)

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from bridge._cli import _doctor_bridge, _doctor_jax
 from bridge._cli._console import print_json, stdout
+from bridge._tune.device import Device
 from bridge._versions import interpreter_fault
 from swa_plan._device import LEAST_CAPABILITY
 
@@ -36,6 +37,7 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="One JSON object on
         "backend": backend,
         "reason": reason,
         "interpreter": interpreter,
+        "profile": _profile([*([] if hip is not None else devices), *seen.devices]),
         "jax": _doctor_jax.report(versions, seen),
         "bridge": _doctor_bridge.report(versions, devices, hip, seen, os.environ),
         "warnings": [
@@ -125,6 +127,20 @@ def _devices() -> tuple[list[dict[str, Any]], str | None]:
     return devices, None
 
 
+def _profile(devices: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the profile that plans are made with on the first CUDA device, and where it comes from."""
+    for each in devices:
+        if each["capability"] is not None and each["num_sms"] is not None:
+            device = Device(each["name"], each["capability"], each["num_sms"])
+            stored = device.stored
+            return {
+                "name": device.profile.name,
+                "source": device.source,
+                "file": None if stored is None else str(device.file),
+            }
+    return None
+
+
 def _before(version: str | None, *release: int) -> bool:
     """Tell whether an installed version is older than a release; False where it is absent."""
     if version is None:
@@ -152,6 +168,8 @@ def _print(report: dict[str, Any], console: Console) -> None:
     if report["jax"]["devices"]:
         table.add_row("jax tested", "this release" if report["jax"]["tested"] else "not this release")
         table.add_row("jax preallocates", "yes" if report["jax"]["preallocates"] else "no")
+    if report["profile"] is not None:
+        table.add_row("profile", escape(f"{report['profile']['name']}, {report['profile']['source']}"))
     table.add_row("interpreter", "on" if report["interpreter"] else "off")
     console.print(table)
     for package, served in (("swa_torch", report), ("swa_pallas", report["jax"])):

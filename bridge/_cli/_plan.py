@@ -1,4 +1,4 @@
-"""``swa plan``: what the planner chooses for a shape, and how windows fall on programs."""
+"""``swa plan``: what the planner chooses for a shape, what that is predicted to take, how windows fall on programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from bridge._cli import _frameworks, _models
+from bridge._cli import _frameworks, _models, _prediction
 from bridge._cli._console import print_json, stderr, stdout, usage_errors
 from bridge._cli._picture import picture, row_tiles
 from swa_plan import DeviceProfile, Plan, Problem, plan, swa_decode_plan
@@ -75,6 +75,7 @@ def plan_command(
         }
         chosen = planned[_frameworks.dependent_launch(backend)]
         lengths = _lengths(seq_lens, problem)
+    compared = _prediction.compare(chosen, profile, dependent_launch=_frameworks.dependent_launch(backend))
     num_sms = profile.num_sms if profile.capability else DeviceProfile.named(FALLBACK_DEVICE).num_sms
     original = swa_decode_plan(
         batch * shape.query_len, shape.kv_heads, problem.group, shape.query_len, num_sms, shape.window
@@ -87,9 +88,18 @@ def plan_command(
     apart = planned[False] if planned[False] != planned[True] else None
     if json:
         waiting = None if apart is None else json_text.loads(apart.to_json())
-        print_json({"backends": backends, **_as_json(chosen, original, lengths), "plan_of_swa_pallas": waiting})
+        print_json(
+            {
+                "backends": backends,
+                **_as_json(chosen, original, lengths),
+                **_prediction.to_json(compared),
+                "plan_of_swa_pallas": waiting,
+            }
+        )
     else:
-        _print(chosen, original, lengths, backends, stdout())
+        _print(chosen, original, backends, stdout())
+        _prediction.print_costs(compared, profile, stdout())
+        _draw(chosen, lengths, stdout())
         if _frameworks.framework_of(backend) is None and apart is not None:
             stdout().print(
                 f"\nXLA launches each kernel after the one before has ended: --backend pallas_triton plans splits "
@@ -147,9 +157,7 @@ def _as_json(chosen: Plan, original: tuple[int, int], lengths: list[int]) -> dic
     }
 
 
-def _print(
-    chosen: Plan, original: tuple[int, int], lengths: list[int], backends: dict[str, str], console: Console
-) -> None:
+def _print(chosen: Plan, original: tuple[int, int], backends: dict[str, str], console: Console) -> None:
     console.print("[bold]Plan[/]")
     console.print(chosen.explain(), markup=False)
     served = ", ".join(f"backend '{name}' of {package}" for package, name in backends.items())
@@ -158,6 +166,9 @@ def _print(
         f"[dim]the original planner: pack {original[0]}, splits {original[1]} (here: pack {chosen.pack}, "
         f"splits {chosen.splits})[/]"
     )
+
+
+def _draw(chosen: Plan, lengths: list[int], console: Console) -> None:
     console.print("\n[bold]How windows fall on programs[/] [dim](first and last key included; one shade a split)[/]")
     for seq_len in lengths:
         console.print(picture(chosen, seq_len, columns=console.width), no_wrap=True, overflow="ellipsis")

@@ -21,6 +21,7 @@ from bridge._replay.crossing import Difference, Sharing
 from bridge._replay.engine import Geometry, ReplayConfig
 from bridge._replay.runner import Compilation, RowsSeen, StepTimes
 from swa_plan import CacheLayout, DeviceProfile, Plan
+from swa_torch._device import device_profile
 
 BACKENDS = ("triton", "cpu", "interpret")
 
@@ -67,10 +68,8 @@ class TorchRunner:
         self.device = f"CPU, {torch.get_num_threads()} threads"
         self.clock = "CUDA events around graph replays" if self._cuda else "host clock"
         if self._cuda:
-            properties = torch.cuda.get_device_properties(self._device)
-            capability = properties.major * 10 + properties.minor
-            self.profile = DeviceProfile.for_cuda(properties.name, capability, properties.multi_processor_count)
-            self.device = f"{properties.name}, sm_{capability}"
+            self.profile = device_profile(self._device)
+            self.device = f"{torch.cuda.get_device_name(self._device)}, sm_{self.profile.capability}"
         self._random = torch.Generator(self._device).manual_seed(config.seed)
         self._cache = self._make_cache(geometry)
         self._make_buffers(geometry)

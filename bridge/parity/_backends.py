@@ -182,11 +182,11 @@ def plan_for(
             window=inputs.window, query_len=inputs.query_len, ragged=inputs.cu_query_lens is not None,
             layer=options.get("layer"), backend=runner.name_of(backend), **choices,
         )  # fmt: skip
-    splits = plan.splits if splits is None else splits
+    chunks: int = plan.splits if splits is None else splits
     if pack is None or pack == plan.pack or plan.batch_invariant:
-        return replace(plan, splits=splits, pack=plan.pack if pack is None else pack)
+        return replace(plan, splits=chunks, pack=plan.pack if pack is None else pack)
     # Another packing needs another tile: more rows take more shared memory.
-    return replace(Plan.from_splits(plan.problem, splits, pack), kernel=plan.kernel)
+    return replace(Plan.from_splits(plan.problem, chunks, pack), kernel=plan.kernel)
 
 
 def to_result(returned: Any, to_numpy: Any) -> Result:

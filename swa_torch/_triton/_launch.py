@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from swa_plan._device import FP8_CAPABILITY
+from swa_plan._device import DEPENDENT_LAUNCH_CAPABILITY, FP8_CAPABILITY
 from swa_plan._shapes import head_pieces, next_power_of_two
 from swa_torch._call import DecodeCall
 from swa_torch._device import device_profile, interpreter_is_on
@@ -17,9 +17,6 @@ from swa_torch._ops import FINITE_MAX
 from swa_torch._triton._append import swa_append
 from swa_torch._triton._combine import swa_decode_combine
 from swa_torch._triton._split import swa_decode_split
-
-PDL_CAPABILITY = 90
-"""Programmatic dependent launch exists from sm_90 on."""
 
 PAIR_FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
 LEAST_PAIRED_PIECE = 32
@@ -35,7 +32,7 @@ def launch_options(device: torch.device) -> tuple[bool, dict[str, Any]]:
     """Return ``(use_pdl, options for a launch)``."""
     if interpreter_is_on():
         return False, {}
-    use_pdl = device_profile(device).capability >= PDL_CAPABILITY
+    use_pdl = device_profile(device).capability >= DEPENDENT_LAUNCH_CAPABILITY
     # Rounding must not depend on a Triton release's default.
     options: dict[str, Any] = {"enable_fp_fusion": True}
     if use_pdl:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from bridge._cli._app import app
 from bridge._cli._picture import picture, row_tiles
-from swa_plan import DeviceProfile, Plan, Problem, plan, swa_decode_plan
+from swa_plan import DeviceProfile, Plan, Problem, plan, predict, swa_decode_plan
 
 
 def swa(*arguments):
@@ -83,12 +83,11 @@ def test_no_line_is_wider_than_the_terminal(monkeypatch):
     "arguments, kernel, device, backends",
     [
         (
-            ["--device", "h200", "--batch", "32"],
+            ["--device", "h200", "--batch", "256"],
             "portable",
             "h200",
             {"swa_torch": "triton", "swa_pallas": "pallas_triton"},
         ),
-        (["--device", "h200", "--batch", "1"], "portable", "h200", {"swa_torch": "triton"}),
         (["--device", "cpu"], "ops", "cpu", {"swa_torch": "cpu", "swa_pallas": "xla"}),
         (["--device", "cpu", "--batch", "1"], "ops", "cpu", {"swa_torch": "cpu", "swa_pallas": "xla"}),
         (["--device", "a100", "--backend", "triton"], "portable", "a100", {"swa_torch": "triton"}),
@@ -106,19 +105,67 @@ def test_a_backend_of_either_framework(arguments, kernel, device, backends):
 
 
 def test_the_backends_of_a_plan_are_shown():
-    shown = swa("--device", "h200", "--batch", "32").stdout
+    shown = swa("--device", "h200", "--batch", "256").stdout
     assert "run by backend 'triton' of swa_torch, backend 'pallas_triton' of swa_pallas" in shown
     assert "pallas_triton plans" not in shown
 
 
 def test_a_plan_for_launches_that_wait_is_told():
-    shown = swa("--device", "h200", "--batch", "1").stdout
+    """Somewhere between plans that must be split and plans that must not, the dearer second kernel decides."""
+    h200 = DeviceProfile.named("h200")
+
+    def both(batch):
+        problem = Problem(batch, 64, 4, 192, 192, 512, 64, 128, query_len=4)
+        return [plan(problem, h200, dependent_launch=launch) for launch in (True, False)]
+
+    batch = next(batch for batch in range(1, 400) if both(batch)[0] != both(batch)[1])
+    started, waiting = both(batch)
+    shown = swa("--device", "h200", "--batch", batch).stdout
     assert "run by backend 'triton' of swa_torch\n" in shown
-    assert "pallas_triton plans splits 8, tile 64, 4 warps, 3 stages" in shown
-    report = json.loads(swa("--device", "h200", "--batch", "1", "--json").stdout)
-    assert (report["plan"]["splits"], report["plan_of_swa_pallas"]["splits"]) == (4, 8)
-    assert json.loads(swa("--device", "h200", "--batch", "32", "--json").stdout)["plan_of_swa_pallas"] is None
-    assert "pallas_triton plans" not in swa("--device", "cpu", "--batch", "1").stdout
+    numbers = f"splits {waiting.splits}, tile {waiting.tile}, {waiting.warps} warps, {waiting.stages} stages"
+    assert f"pallas_triton plans {numbers}" in shown
+    report = json.loads(swa("--device", "h200", "--batch", batch, "--json").stdout)
+    assert report["backends"] == {"swa_torch": "triton"}
+    assert (report["plan"]["splits"], report["plan_of_swa_pallas"]["splits"]) == (started.splits, waiting.splits)
+    assert json.loads(swa("--device", "h200", "--batch", "256", "--json").stdout)["plan_of_swa_pallas"] is None
+    assert "pallas_triton plans" not in swa("--device", "cpu", "--batch", batch).stdout
+    pallas = json.loads(swa("--device", "h200", "--batch", batch, "--backend", "pallas_triton", "--json").stdout)
+    assert Plan.from_json(json.dumps(pallas["plan"])) == waiting
+    assert pallas["prediction"]["time_us"] == predict(waiting, h200, dependent_launch=False).time_us
+
+
+def test_a_plan_tells_what_it_costs_and_what_others_would():
+    result = swa("--device", "h200", "--batch", "32", "--model", "step5", "--tp", 4)
+    assert result.exit_code == 0
+    for words in ("Why this plan", "launch", "reading", "together", "in 1 wave", "Alternatives", "chosen", "slower"):
+        assert words in result.stdout
+    report = json.loads(swa("--device", "h200", "--batch", "32", "--model", "step5", "--tp", 4, "--json").stdout)
+    chosen = Plan.from_json(json.dumps(report["plan"]))
+    prediction = predict(chosen, DeviceProfile.named("h200"))
+    assert report["prediction"]["time_us"] == prediction.time_us
+    assert report["prediction"]["parts"] == prediction.parts
+    assert f"{prediction.time_us:.2f} us" in result.stdout
+    assert 2 <= len(report["alternatives"]) <= 7
+    slower = [each["slower"] for each in report["alternatives"]]
+    assert slower == sorted(slower)
+    assert slower[0] >= 0
+    for each in report["alternatives"]:
+        assert each["time_us"] == pytest.approx(prediction.time_us * (1 + each["slower"]))
+        assert Plan.from_json(json.dumps(each["plan"])).problem == chosen.problem
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--dtype", "float32"], ["--batch-invariant"], ["--backend", "xla"], ["--backend", "interpret"]],
+    ids=str,
+)
+def test_what_is_not_modelled_gets_no_number(options):
+    result = swa("--device", "h200", *options)
+    assert "not modelled" in result.stdout
+    assert "Alternatives" not in result.stdout
+    report = json.loads(swa("--device", "h200", *options, "--json").stdout)
+    assert report["prediction"]["time_us"] is None
+    assert report["alternatives"] == []
 
 
 @pytest.mark.parametrize("name", ["xla", "pallas_triton"])

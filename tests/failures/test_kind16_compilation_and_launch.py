@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from swa_plan import DeviceProfile, Plan, Problem, plan
-from swa_plan._tiles import Tile, shared_bytes
+from swa_plan._costs import Tile, shared_bytes
 
 ROOT = Path(__file__).parents[2]
 

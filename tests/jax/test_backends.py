@@ -97,9 +97,9 @@ def test_several_layers_are_one_command_buffer(tmp_path):
 
 
 def test_plans_are_for_launches_that_wait():
-    """XLA has no dependent launch, which decides tiles and splits."""
+    """XLA has no dependent launch, so that a combine costs more and fewer steps are split."""
     h200 = DeviceProfile.named("h200")
-    shapes = [((8, 16, 192), jnp.bfloat16), ((64, 64, 1, 192), jnp.bfloat16), ((8, 32), jnp.int32)]
+    shapes = [((9, 64, 192), jnp.bfloat16), ((64, 64, 8, 192), jnp.bfloat16), ((9, 32), jnp.int32)]
     query, pages, table = (jax.ShapeDtypeStruct(*shape) for shape in shapes)
     chosen = swa_pallas.plan_for(query, (pages, pages), table, window=512, device=h200)
     assert chosen == plan(chosen.problem, h200, dependent_launch=False)

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from swa_plan import DeviceProfile, Plan, Problem, plan, swa_decode_plan, swa_decode_splits
-from swa_plan._tiles import Tile, shared_bytes
+from swa_plan._costs import Tile, shared_bytes
 
 GPUS = ("a100", "h100", "h200", "b200", "rtx4090", "rtx5090")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -150,12 +150,6 @@ def test_the_workspace_is_exact(problem, device, invariant, tokens):
         assert 0 <= offset - rows * problem.v_dim * 4 < 256
         assert total == offset + rows * 4
     assert chosen.workspace_bytes == chosen.workspace_layout(problem.max_tokens)[1]
-
-
-@given(problem=problems(), device=st.sampled_from(GPUS))
-def test_splits_leave_every_chunk_work(problem, device):
-    chosen = plan(problem, DeviceProfile.named(device))
-    assert chosen.splits == 1 or chosen.splits * chosen.tile <= problem.nominal_keys + chosen.splits * chosen.tile // 2
 
 
 # --- batch-invariant plans ---
@@ -321,23 +315,6 @@ def test_an_illegal_plan_cannot_be_made(name):
 def test_a_chunk_is_whole_tiles():
     with pytest.raises(ValueError, match="chunk must be a multiple of tile, got chunk=40 and tile=32"):
         replace(plan(PROBLEM, DeviceProfile.named("h200"), batch_invariant=True), tile=32, chunk=40)
-
-
-def test_launches_that_wait_want_other_tiles():
-    """Shapes and figures of an H200: half as many keys a program in one wave, no wide tile in a loop."""
-    h200 = DeviceProfile.named("h200")
-
-    def both(requests, kv_heads, group, **options):
-        problem = Problem(requests, kv_heads * group, kv_heads, 192, 192, 512, 64, 32)
-        plans = [plan(problem, h200, dependent_launch=launch, **options) for launch in (True, False)]
-        return [(each.splits, each.tile, each.warps, each.stages) for each in plans]
-
-    assert both(8, 1, 16) == [(4, 128, 4, 2), (8, 64, 4, 3)]
-    assert both(32, 1, 16) == [(4, 128, 4, 2), (4, 128, 4, 2)]
-    assert both(16, 8, 8) == [(2, 128, 4, 2), (2, 64, 4, 3)]
-    assert both(256, 8, 8) == [(1, 16, 2, 4), (1, 16, 2, 4)]
-    invariant, same = both(16, 8, 8, batch_invariant=True)
-    assert invariant == same
 
 
 def test_kernels_go_with_devices():
