@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from swa_plan._costs import CANDIDATE_TILES, Tile, fits, terms_of
+from swa_plan._costs import CANDIDATE_TILES, FEWEST_KEYS_TILE, Tile, fits, terms_of
 from swa_plan._device import DEPENDENT_LAUNCH_CAPABILITY, DeviceProfile
 from swa_plan._problem import Problem
 from swa_plan._shapes import ceil_div
@@ -87,7 +87,8 @@ def _packs(problem: Problem) -> list[int]:
 def _tiles(problem: Problem, pack: int, device: DeviceProfile) -> list[Tile]:
     """Return the tiles that fit the device without spilling and are not wider than all the keys there are."""
     keys = problem.row_keys + pack - 1
-    fitting = [tile for tile in CANDIDATE_TILES if fits(problem, pack, tile, device.capability, device.shared_memory)]
+    tiles = (FEWEST_KEYS_TILE,) if keys <= FEWEST_KEYS_TILE.keys else CANDIDATE_TILES
+    fitting = [tile for tile in tiles if fits(problem, pack, tile, device.capability, device.shared_memory)]
     return (
         [tile for tile in fitting if tile.keys < 2 * keys]
         or fitting[:1]

@@ -6,7 +6,7 @@ The model is a sum of terms, each a constant of the device times a number that f
 
 ``rounds`` are the turns that a multiprocessor takes until every program ran, ``load`` the programs of the busiest one.
 A sum, because a loop that waits for its tiles hides little of their arithmetic, and because constants that enter
-linearly can be measured on any GPU by least squares (``swa tune``). The shipped ones come from 6700 timed plans of 69
+linearly can be measured on any GPU by least squares (``swa tune``). The shipped ones come from 7300 timed plans of 75
 shapes on an H200.
 """
 
@@ -20,6 +20,9 @@ from swa_plan._shapes import ceil_div, head_pieces, next_power_of_two
 
 REFERENCE_DIM, REFERENCE_ROWS = 192, 16
 """Head size and rows that the times of a tile are for."""
+
+UNROLLED_SPLITS = 16
+"""Parts that the combine kernel loads at once; further ones it loads one after another."""
 
 _DIM_EXPONENT = 0.15
 _QUANTISED_ROUNDING, _LOAD_ROUNDING = 0.5, 0.7
@@ -57,37 +60,39 @@ class Costs:
         combine: the second kernel.
         waiting: what the second kernel adds where it starts after the first has ended.
         split: each split that it merges.
+        late_split: what each of those beyond ``UNROLLED_SPLITS`` adds.
         partial: a megabyte of partials, written and read.
         rows: 10000 rows times heads that are written.
     """
 
-    launch: float = 0.092
-    start: float = 2.573
-    tile_16_2_deep: float = 0.398
+    launch: float = 0.048
+    start: float = 2.737
+    tile_16_2_deep: float = 0.412
     tile_16_8_deep: float = 0.500
-    tile_32_2: float = 1.371
-    tile_32_2_deep: float = 0.601
-    tile_32_4_deep: float = 0.502
+    tile_32_2: float = 1.453
+    tile_32_2_deep: float = 0.543
+    tile_32_4_deep: float = 0.526
     tile_32_8_deep: float = 0.600
-    tile_64_2: float = 0.704
-    tile_64_2_deep: float = 0.550
-    tile_64_4: float = 0.709
-    tile_64_4_deep: float = 0.298
-    tile_128_4: float = 0.172
-    tile_128_4_deep: float = 0.008
-    tile_128_8_deep: float = 0.555
-    stream: float = 2.139
-    shallow: float = 0.945
-    tall: float = 0.243
-    program: float = 0.007
-    convert_tile: float = 0.350
-    softmax: float = 0.020
-    convert: float = 0.150
-    combine: float = 1.144
+    tile_64_2: float = 0.732
+    tile_64_2_deep: float = 0.579
+    tile_64_4: float = 0.772
+    tile_64_4_deep: float = 0.288
+    tile_128_4: float = 0.184
+    tile_128_4_deep: float = 0.005
+    tile_128_8_deep: float = 0.568
+    stream: float = 2.092
+    shallow: float = 1.055
+    tall: float = 0.348
+    program: float = 0.008
+    convert_tile: float = 0.200
+    softmax: float = 0.008
+    convert: float = 0.350
+    combine: float = 1.069
     waiting: float = 1.0
-    split: float = 0.009
-    partial: float = 0.715
-    rows: float = 3.019
+    split: float = 0.011
+    late_split: float = 0.276
+    partial: float = 0.658
+    rows: float = 2.856
 
     def time_us(self, terms: dict[str, float]) -> float:
         """Return the predicted time of a plan with these terms."""
@@ -97,11 +102,15 @@ class Costs:
 COST_NAMES = tuple(each.name for each in fields(Costs))
 
 CANDIDATE_TILES = (
-    Tile(16, 2, 3), Tile(16, 2, 4), Tile(16, 2, 6), Tile(16, 8, 3), Tile(32, 2, 2), Tile(32, 2, 3), Tile(32, 2, 4),
+    Tile(16, 2, 4), Tile(16, 2, 6), Tile(16, 8, 3), Tile(32, 2, 2), Tile(32, 2, 3), Tile(32, 2, 4),
     Tile(32, 4, 3), Tile(32, 4, 4), Tile(32, 4, 6), Tile(32, 8, 3), Tile(64, 2, 2), Tile(64, 2, 3), Tile(64, 4, 2),
     Tile(64, 4, 3), Tile(64, 4, 4), Tile(128, 4, 2), Tile(128, 4, 3), Tile(128, 4, 4), Tile(128, 8, 3),
 )  # fmt: skip
-"""Tiles that won somewhere, or came within 5 %. One warp is not among them: at head sizes from 192 on it spills."""
+"""Tiles that won somewhere, or came within 5 %: all of them measured. One warp is not among them: at head sizes from 192 on it spills."""
+
+
+FEWEST_KEYS_TILE = Tile(16, 2, 3)
+"""For at most 16 keys, where the others would have stages that nothing fills."""
 
 
 class Program(NamedTuple):
@@ -150,8 +159,8 @@ def fits(problem: Problem, pack: int, tile: Tile, capability: int, shared_memory
         return tile.warps == 8 and tile.keys <= (32 if warpgroups or dims < 2 * REFERENCE_DIM else 16)
     if tile.warps == 8 and tile.keys < 128:
         return False
-    if problem.quantised and tile.keys > 16 * tile.warps:
-        return False  # what is converted lies in registers
+    if problem.quantised and tile.keys > min(64, 16 * tile.warps):
+        return False  # what is converted lies in registers, and the widest tile was never worth it
     return tile.warps >= 2
 
 
@@ -219,6 +228,7 @@ def terms_of(
     }
     if splits > 1:
         terms["combine"], terms["split"] = 1.0, float(splits)
+        terms["late_split"] = float(max(0, splits - UNROLLED_SPLITS))
         terms["waiting"] = 0.0 if dependent_launch else 1.0
         terms["partial"] = tokens * splits * problem.heads * problem.v_dim * 4 / 1e6
     return {name: amount for name, amount in terms.items() if amount}

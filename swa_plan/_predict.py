@@ -22,7 +22,7 @@ _GROUPS = {
     "tiles": tuple(name for name in COST_NAMES if name.startswith("tile_")),
     "reading": ("stream", "shallow", "tall"),
     "arithmetic": ("softmax", "convert_tile", "convert"),
-    "combine": ("combine", "waiting", "split", "partial"),
+    "combine": ("combine", "waiting", "split", "late_split", "partial"),
     "writing": ("rows",),
 }
 

@@ -18,7 +18,7 @@ from swa_plan._shapes import ceil_div
 MEASURED_SMS = 132
 """The multiprocessors for which the batches below are meant; other devices get as many programs for each of theirs."""
 
-SPLITS = (1, 2, 3, 4, 6, 8, 11, 16)
+SPLITS = (1, 2, 3, 4, 6, 8, 11, 16, 24)
 _MOST_PROGRAMS = 6
 _BLOCK = 64
 

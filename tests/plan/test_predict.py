@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import FrozenInstanceError, replace
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -56,8 +57,8 @@ def test_every_cost_is_in_the_time(cost):
     grown = 0
     for requests, query_len, cache_dtype in ((1, 4, "bfloat16"), (64, 1, "float8_e4m3fn")):
         problem = Problem(requests, 64, 8, 192, 192, 512, 64, 32, query_len=query_len, cache_dtype=cache_dtype)
-        for keys, warps, stages in _tiles():
-            made = Plan(problem, "portable", query_len, 4, keys, warps, stages)
+        for (keys, warps, stages), splits in product(_tiles(), (4, 20)):
+            made = Plan(problem, "portable", query_len, splits, keys, warps, stages)
             before, after = (predict(made, each, dependent_launch=False) for each in (H200, dearer))
             assert after.time_us >= before.time_us
             grown += after.time_us > before.time_us
