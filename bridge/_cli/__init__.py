@@ -2,8 +2,8 @@
 
 Needs the extra ``cli`` (typer, rich; matplotlib for plots). Commands import torch or JAX only when they decode or
 look for a GPU, so that all of them work with either alone, and ``swa plan`` and ``swa doctor`` with neither.
-Everywhere: ``--json`` prints one object on stdout and everything else on stderr; exit codes are 0, 1 for a check that
-missed its limit, 2 for wrong usage.
+``--json`` prints one object on stdout and everything else on stderr; only ``swa bench --json FILE`` writes a file.
+Exit codes are 0, 1 for a check that missed its limit, 2 for wrong usage.
 """
 
 from __future__ import annotations
