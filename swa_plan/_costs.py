@@ -106,8 +106,10 @@ CANDIDATE_TILES = (
     Tile(32, 4, 4), Tile(32, 4, 6), Tile(32, 8, 3), Tile(64, 2, 2), Tile(64, 2, 3), Tile(64, 4, 2), Tile(64, 4, 3),
     Tile(64, 4, 4), Tile(128, 4, 2), Tile(128, 4, 3), Tile(128, 4, 4), Tile(128, 8, 3),
 )  # fmt: skip
-"""Tiles that won somewhere, or came within 5 %, all of them measured but those with 8 warps and fewer than 128 keys, which
-chips need that have no room for the others. One warp is not among them: at head sizes from 192 on it spills.
+"""Tiles that won somewhere, or came within 5 %.
+
+All were measured but those with 8 warps and fewer than 128 keys, for chips that have no room for others. One warp is
+not among them: at head sizes from 192 on it spills.
 """
 
 

@@ -13,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
     pytest.skip("Triton interprets in this process, so nothing can be compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="needs Triton")
 
-from swa_plan import DeviceProfile, Problem, plan
+from swa_plan import DeviceProfile, Plan, Problem, plan
 from swa_torch import PagedCache
 from swa_torch._triton import _launch
 from tests.compile.offline import PROFILES, Recorder, record_decode
@@ -60,6 +60,20 @@ def test_decode_compiles_without_spills(monkeypatch, capability, dtype, dims, ro
     assert chosen.rows == rows, "the planner no longer packs here: choose a problem where it does"
     several = (DIMS.index(dims) + (dtype == "float16") + (rows == 64) + list(PROFILES).index(capability)) % 2
     check_decode(monkeypatch, replace(chosen, splits=4 if several else 1), capability)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_each_stage_holds_a_tile_of_keys_and_values(monkeypatch, capability):
+    """Were page ids loaded where they are used, the pipeliner would spend its stages on them and hold one tile."""
+    problem = make_problem((128, 128))
+    tile_bytes = 32 * (128 + 128) * 2
+    shared = {}
+    for stages in (2, 3, 4):
+        with monkeypatch.context() as patch:
+            split, _ = record_decode(patch, Plan(problem, "portable", 1, 1, 32, 2, stages), capability)
+        shared[stages] = split.compile(capability).shared_bytes
+    assert shared[3] - shared[2] == pytest.approx(tile_bytes, rel=0.05)
+    assert shared[4] - shared[3] == pytest.approx(tile_bytes, rel=0.05)
 
 
 def heads(value=0.0, dtype=torch.float32):

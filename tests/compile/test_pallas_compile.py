@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 import swa_pallas
-from swa_plan import CacheLayout, DeviceProfile, Problem, plan
+from swa_plan import CacheLayout, DeviceProfile, Plan, Problem, plan
 from tests.compile.offline import PROFILES
 from tests.compile.pallas_offline import compile_kernel, kernels
 
@@ -87,6 +87,16 @@ def test_decode_compiles_without_spills(tmp_path, capability, dims, rows):
     chosen = plan(problem, DeviceProfile.named(PROFILES[capability]), dependent_launch=False)
     assert chosen.rows == rows, "the planner no longer packs here: choose a problem where it does"
     check(lower(replace(chosen, splits=4 if odd else 1)), capability, tmp_path, 2 if odd else 1)
+
+
+def test_each_stage_holds_a_tile_of_keys_and_values(tmp_path):
+    """As for the Triton kernel: page ids are carried by the loop."""
+    problem = make_problem((128, 128))
+    shared = {}
+    for stages in (2, 3):
+        (kernel,) = kernels(lower(Plan(problem, "portable", 1, 1, 32, 2, stages)))
+        shared[stages] = compile_kernel(kernel, 90, tmp_path).shared_bytes
+    assert shared[3] - shared[2] == pytest.approx(32 * (128 + 128) * 2, rel=0.05)
 
 
 SCALES = {"k_scale": "float32", "v_scale": "float32"}

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from swa_plan import DeviceProfile, Plan, Problem, plan
+from swa_plan._chosen import check_fits
 from swa_plan._costs import Tile, shared_bytes
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +38,21 @@ def test_planned_tile_fits_into_shared_memory(query_len, dtype, device):
     estimate = shared_bytes(made.problem, made.rows, Tile(made.tile, made.warps, made.stages))
     assert 0 < estimate <= SHARED_LIMITS[device]
     assert DeviceProfile.named(device).shared_memory == SHARED_LIMITS[device]
+
+
+@pytest.mark.parametrize("cache_dtype", ["float8_e4m3fn", "int8"])
+def test_plans_that_may_fault_are_refused(cache_dtype):
+    """Seen on an H200 with triton 3.6: 64 rows and 64 keys of an fp8 cache, where launches overlap in a CUDA graph."""
+    problem = Problem(64, 64, 4, 192, 192, 512, 16, 64, query_len=4, cache_dtype=cache_dtype)
+    h200 = DeviceProfile.named("h200")
+    for stages in (2, 3):
+        with pytest.raises(ValueError, match=r"plan.tile must be at most 32 where a .* more than 32 rows .*tile=64"):
+            check_fits(Plan(problem, "portable", 4, 2, 64, 4, stages), h200)
+        check_fits(Plan(problem, "portable", 4, 2, 32, 4, stages), h200)
+        check_fits(Plan(problem, "portable", 2, 2, 64, 4, stages), h200)
+    for name in SHARED_LIMITS:
+        for splits, pack in ((1, 4), (3, 4), (8, 2)):
+            check_fits(Plan.from_splits(problem, splits, pack, device=DeviceProfile.named(name)), h200)
 
 
 def test_planner_packs_the_rows_of_half_precision():
