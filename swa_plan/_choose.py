@@ -100,17 +100,14 @@ def _splits(problem: Problem, pack: int, tile: Tile, device: DeviceProfile) -> I
     """Yield each number of splits that cuts the tiles into other chunks, so that no tail is shorter than it must be."""
     bases = problem.max_requests * ceil_div(problem.query_len, pack) * problem.kv_heads * problem.head_tiles
     tiles = max(1, ceil_div(problem.row_keys + pack - 1, tile.keys))
-    last = 0
-    for steps in range(tiles, 0, -1):
-        splits = ceil_div(tiles, steps)
-        if splits == last:
-            continue
-        if tile.stages > steps + _SPARE_STAGES and tile.stages > _LEAST_DEEP:
+    for splits in range(1, min(tiles, _MAX_CHOSEN_SPLITS) + 1):
+        steps = ceil_div(tiles, splits)
+        if tile.stages > max(steps + _SPARE_STAGES, _LEAST_DEEP):
             return  # fewer stages do as well in less shared memory
-        last = splits
-        if splits > 1 and (splits > _MAX_CHOSEN_SPLITS or bases * splits > _MOST_WAVES * device.num_sms):
+        if splits > 1 and bases * splits > _MOST_WAVES * device.num_sms:
             return
-        yield splits
+        if ceil_div(tiles, steps) == splits:
+            yield splits
 
 
 def _float32_choice(problem: Problem, device: DeviceProfile) -> Choice:

@@ -84,7 +84,7 @@ class DeviceProfile:
             if known.capability == capability and (known.name in words or known.name in "".join(words)):
                 shared_memory = shared_memory_limit(capability)
                 return cls(known.name, capability, num_sms, shared_memory, known.l2_bytes, known.memory_gbps)
-        memory_gbps = memory_gbps or _UNKNOWN_GBPS
+        memory_gbps = memory_gbps or _FAMILY_GBPS.get(capability, _UNKNOWN_GBPS)
         return cls(device_name, capability, num_sms, shared_memory_limit(capability), 32 << 20, memory_gbps)
 
 
@@ -98,6 +98,10 @@ def shared_memory_limit(capability: int) -> int:
 
 
 _UNKNOWN_GBPS = 1000
+_FAMILY_GBPS = {80: 1935, 86: 768, 87: 205, 89: 864, 90: 3350, 100: 8000, 103: 8000, 120: 1344}
+"""For chips without a profile: the public rate of a data-centre or workstation card of that capability. Both frameworks
+take it, because JAX cannot ask the driver, and the same step must be planned alike."""
+
 _MEASURED_GBPS, _MEASURED_SMS = 4800, 132
 
 

@@ -12,19 +12,22 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 import re
 import tempfile
 import warnings
 from dataclasses import asdict, dataclass, fields
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from swa_plan._costs import COST_NAMES, Costs
 
 CONFIG_VARIABLE = "SWA_DECODE_CONFIG"
+_FOLDER = "profiles"
 _SIZES = ("capability", "num_sms", "shared_memory", "l2_bytes", "memory_gbps")
+_LARGEST_SIZE, _LARGEST_NUMBER = 2**48, 1e6
+"""Far beyond any device's bytes, and any cost in microseconds; sums of what is below are finite."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +89,10 @@ class StoredProfile:
                 f"{', '.join(wrong)} are too many or missing; measure again with `swa tune`"
             )
         for name, value in costs.items():
-            if not _is_number(value) or value < 0:
-                raise ValueError(f"cost {name} must be a number of at least 0, got {value!r}")
-        for name in _SIZES:
-            value = profile.get(name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        if not isinstance(profile.get("name"), str) or not isinstance(provenance.get("device"), str):
-            raise ValueError("name and device must be strings")
+            if not _is_number(value):
+                raise ValueError(f"cost {name} must be a number from 0 to {_LARGEST_NUMBER:.0e}, got {value!r}")
+        _check_sizes(profile)
+        _check_provenance(provenance)
         try:
             return cls(**profile, costs=Costs(**costs), provenance=Provenance(**provenance))
         except TypeError as error:
@@ -101,10 +100,17 @@ class StoredProfile:
 
 
 def config_folder() -> Path | None:
-    """Return the folder of this user's settings, which need not exist; None where there shall be none."""
+    """Return the folder of this user's settings, which need not exist; None where there shall be none.
+
+    Raises:
+        ValueError: the variable names the home of a user that does not exist.
+    """
     named = os.environ.get(CONFIG_VARIABLE)
     if named is not None:
-        return Path(named).expanduser() if named else None
+        try:
+            return Path(named).expanduser() if named else None
+        except RuntimeError as error:
+            raise ValueError(f"{CONFIG_VARIABLE} must name a folder, got {named!r}: {error}") from error
     shared = os.environ.get("XDG_CONFIG_HOME", "")
     if os.path.isabs(shared):  # the XDG specification: relative paths are to be ignored
         return Path(shared) / "swa-decode"
@@ -113,16 +119,23 @@ def config_folder() -> Path | None:
 
 
 def profile_path(device_name: str, capability: int, num_sms: int) -> Path | None:
-    """Return the file of a kind of device, which need not exist; None where there is no config folder."""
+    """Return the file of a kind of device, which need not exist; None where there is no config folder.
+
+    Raises:
+        ValueError: see ``config_folder``.
+    """
     folder = config_folder()
     slug = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-") or "device"
-    return None if folder is None else folder / "profiles" / f"{slug}-sm{capability}-{num_sms}.json"
+    return None if folder is None else folder / _FOLDER / f"{slug}-sm{capability}-{num_sms}.json"
 
 
 @functools.lru_cache(maxsize=64)
 def stored_profile(device_name: str, capability: int, num_sms: int) -> StoredProfile | None:
     """Return what was measured on this kind of device, or None; a file is read (and complained of) once a process."""
-    path = profile_path(device_name, capability, num_sms)
+    try:
+        path = profile_path(device_name, capability, num_sms)
+    except ValueError as error:
+        return _complain(os.environ[CONFIG_VARIABLE], str(error))
     if path is None:
         return None
     try:
@@ -133,12 +146,29 @@ def stored_profile(device_name: str, capability: int, num_sms: int) -> StoredPro
         return _complain(path, str(error))
     try:
         stored = StoredProfile.from_json(text)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         return _complain(path, str(error))
     measured_on = (stored.provenance.device, stored.capability, stored.num_sms)
     if measured_on != (device_name, capability, num_sms):
         return _complain(path, f"it was measured on {measured_on}, not on {(device_name, capability, num_sms)}")
     return stored
+
+
+def prepare_folder() -> Path:
+    """Create the folder of the profiles, see that a file can be written there, and return it.
+
+    Raises:
+        ValueError: there is no config folder.
+        OSError: nothing can be written there.
+    """
+    folder = config_folder()
+    if folder is None:
+        raise ValueError(f"{CONFIG_VARIABLE} must name a folder to store a profile in, or be unset, got ''")
+    folder = folder / _FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as probe:
+        probe.write(b"{}")
+    return folder
 
 
 def store_profile(stored: StoredProfile) -> Path:
@@ -148,11 +178,10 @@ def store_profile(stored: StoredProfile) -> Path:
         ValueError: there is no config folder.
         OSError: it cannot be written.
     """
+    folder = prepare_folder()
     path = profile_path(stored.provenance.device, stored.capability, stored.num_sms)
-    if path is None:
-        raise ValueError(f"{CONFIG_VARIABLE} must name a folder to store a profile in, or be unset, got ''")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".json")
+    assert path is not None
+    handle, temporary = tempfile.mkstemp(dir=folder, prefix=".", suffix=".json")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(stored.to_json())
@@ -166,7 +195,12 @@ def store_profile(stored: StoredProfile) -> Path:
 
 
 def forget_profile(device_name: str, capability: int, num_sms: int) -> Path | None:
-    """Delete the stored profile of a kind of device; return its file, or None where there was none."""
+    """Delete the stored profile of a kind of device; return its file, or None where there was none.
+
+    Raises:
+        ValueError: see ``config_folder``.
+        OSError: it cannot be deleted.
+    """
     path = profile_path(device_name, capability, num_sms)
     if path is None or not path.exists():
         return None
@@ -175,12 +209,65 @@ def forget_profile(device_name: str, capability: int, num_sms: int) -> Path | No
     return path
 
 
-def _complain(path: Path, why: str) -> None:
+def _check_sizes(profile: dict[str, Any]) -> None:
+    """Refuse a device that there is none of, because plans for it could not be made.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    from swa_plan._device import shared_memory_limit  # that module imports this one
+
+    for name in _SIZES:
+        value = profile.get(name)
+        if not _is_integer(value) or not 1 <= value <= _LARGEST_SIZE:
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    shared_memory, limit = profile["shared_memory"], shared_memory_limit(profile["capability"])
+    if shared_memory != limit:
+        raise ValueError(f"shared_memory must be {limit} on sm_{profile['capability']}, got {shared_memory}")
+    if not isinstance(profile.get("name"), str):
+        raise ValueError(f"name must be a string, got {profile.get('name')!r}")
+
+
+def _check_provenance(provenance: dict[str, Any]) -> None:
+    """Refuse what a report could not print.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    device, driver, versions, date, plans, error = (provenance.get(each.name) for each in fields(Provenance))
+    texts = [*versions, *versions.values()] if isinstance(versions, dict) else [None]
+    rules = (
+        ("device", isinstance(device, str), "a string", device),
+        ("driver", driver is None or isinstance(driver, str), "a string or null", driver),
+        ("versions", all(isinstance(text, str) for text in texts), "an object of strings", versions),
+        ("date", _is_date(date), "a date of ISO 8601", date),
+        ("plans", _is_integer(plans) and 0 <= plans <= _LARGEST_SIZE, "a number of plans", plans),
+        ("median_error", _is_number(error), "a number of at least 0", error),
+    )
+    for name, is_right, what, value in rules:
+        if not is_right:
+            raise ValueError(f"{name} must be {what}, got {value!r}")
+
+
+def _complain(path: Path | str, why: str) -> None:
     warnings.warn(f"the device profile {path} is ignored: {why}", stacklevel=3)
 
 
+def _is_integer(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether this is a number from 0 on that sums of a few stay finite with; integers of any length are compared."""
+    return (_is_integer(value) or isinstance(value, float)) and 0 <= value <= _LARGEST_NUMBER
+
+
+def _is_date(value: Any) -> bool:
+    try:
+        datetime.fromisoformat(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 PROFILE_FIELDS = tuple(each.name for each in fields(StoredProfile) if each.name != "provenance")

@@ -175,9 +175,9 @@ def _decode(
             given,
             (
                 window, type(window), query_len, type(query_len), scale, type(scale), softcap, type(softcap), out_dtype,
-                plan.text if type(plan) is Plan else plan, backend, batch_invariant, return_lse,
-                None if k_scale is k_tensor else (k_scale, type(k_scale)),
-                None if v_scale is v_tensor else (v_scale, type(v_scale)),
+                plan.text if type(plan) is Plan else plan, type(plan), backend, batch_invariant, return_lse,
+                None if k_scale is k_tensor else (repr(k_scale), type(k_scale)),
+                None if v_scale is v_tensor else (repr(v_scale), type(v_scale)),
             ),
         )  # fmt: skip
         done = None if key is None else run_again(key, given)

@@ -30,9 +30,7 @@ def cuda_profile(index: int) -> DeviceProfile:
     capability = properties.major * 10 + properties.minor
     if capability < LEAST_CAPABILITY:
         raise NotImplementedError(f"swa_torch's kernels need sm_{LEAST_CAPABILITY} or newer, got sm_{capability}")
-    return DeviceProfile.for_cuda(
-        properties.name, capability, properties.multi_processor_count, memory_gbps(properties)
-    )
+    return DeviceProfile.for_cuda(properties.name, capability, properties.multi_processor_count)
 
 
 def memory_gbps(properties: Any) -> int | None:

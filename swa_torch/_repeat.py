@@ -42,9 +42,13 @@ Key = tuple[Any, ...]
 
 
 class Kernel(NamedTuple):
-    """A compiled kernel: how to run it, its arguments in order, and which of them are addresses of this call."""
+    """A compiled kernel: how to run it, its arguments in order, and which of them are addresses of this call.
+
+    ``compiled`` is kept because Triton unloads a kernel that nobody refers to.
+    """
 
     run: Callable[..., None]
+    compiled: Any
     arguments: list[Any]
     addresses: list[tuple[int, int]]
     partials: list[tuple[int, int]]
@@ -78,7 +82,10 @@ def key_of(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Key | None:
         looks = tuple([
             None
             if tensor is None
-            else (type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+            else (
+                type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad,
+                tensor.is_neg(),
+            )
             for tensor in tensors
         ])  # fmt: skip
     except (AttributeError, RuntimeError):  # something that is no tensor, or no tensor with memory
@@ -140,8 +147,18 @@ def remember(key: Key, tensors: tuple[Any, ...], call: DecodeCall) -> None:
     """
     if call.plan.kernel != "portable" or not call.query.shape[0] or not call.block_table.shape[0]:
         return
-    if any(tensor is not None and type(tensor) not in _PLAIN_TYPES for tensor in tensors):
-        return  # a subclass may mean something by being passed to an operator
+    if any(tensor is not None and (type(tensor) not in _PLAIN_TYPES or tensor.is_neg()) for tensor in tensors):
+        return  # a subclass wants to see an operator, and a tensor that is yet to be negated needs one
+    try:
+        again = _again(tensors, call)
+    except Exception:  # the call itself has succeeded: what cannot be repeated goes the long way again
+        return
+    while len(_remembered) >= REMEMBERED_CALLS:
+        _remembered.pop(next(iter(_remembered)), None)  # the oldest
+    _remembered[key] = again
+
+
+def _again(tensors: tuple[Any, ...], call: DecodeCall) -> Again:
     from swa_torch._triton import _launch
 
     kernels = []
@@ -152,9 +169,7 @@ def remember(key: Key, tensors: tuple[Any, ...], call: DecodeCall) -> None:
             kernels.append(_kernel(launch, compiled, partials_at))
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     addresses[_OUTPUT] = call.output.data_ptr()
-    if len(_remembered) >= REMEMBERED_CALLS:
-        _remembered.clear()
-    _remembered[key] = Again(
+    return Again(
         kernels,
         call.output.device,
         tuple([addresses[i] & _ALIGNMENT for i in _ALIGNED]),
@@ -177,10 +192,11 @@ def _kernel(launch: Launch, compiled: Any, partials_at: int) -> Kernel:
             addresses.append((position, TENSORS.index(_SOURCES[name])))
         elif name in _PARTIALS:
             partials.append((position, partials_at if name == _PARTIALS[1] else 0))
-        else:
-            assert name == _LSE, name
+        elif name == _LSE:
             lse = position
-    return Kernel(_launcher(compiled, launch.grid), arguments, addresses, partials, lse)
+        else:
+            raise ValueError(f"{name} must be one of a call's tensors")
+    return Kernel(_launcher(compiled, launch.grid), compiled, arguments, addresses, partials, lse)
 
 
 _LAUNCHER_PARAMETERS = ["gridX", "gridY", "gridZ", "stream", "function"]
@@ -232,12 +248,13 @@ def _probe() -> Callable[[], bool]:
         modes = torch._C._len_torch_dispatch_stack
         functions = torch._C._len_torch_function_stack
         interpreter = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
+        tracing = torch._C._get_tracing_state
         profiled = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
-        if (modes(), functions(), interpreter(), profiled()) != (0, 0, None, False):
-            raise RuntimeError
-    except (AttributeError, RuntimeError):
+        if not (isinstance(modes(), int) and isinstance(functions(), int) and isinstance(profiled(), bool)):
+            return lambda: True
+    except (AttributeError, TypeError):
         return lambda: True
-    return lambda: bool(modes() or functions() or interpreter() is not None or profiled())
+    return lambda: bool(modes() or functions() or interpreter() is not None or tracing() is not None or profiled())
 
 
 is_observed = _probe()

@@ -187,5 +187,5 @@ def _signature(tensor: Any) -> Any:
     if isinstance(tensor, torch.Tensor):
         return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
     if tensor is None or isinstance(tensor, (bool, int, float)):
-        return tensor, type(tensor)
+        return repr(tensor), type(tensor)  # 0.0 equals -0.0
     raise TypeError  # everything else is looked at afresh

@@ -135,12 +135,9 @@ def this_gpu() -> DeviceProfile | None:
 
         if not torch.cuda.is_available() or torch.version.hip is not None:
             return None
-        from swa_torch._device import memory_gbps
-
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         capability = properties.major * 10 + properties.minor
-        sms = properties.multi_processor_count
-        return DeviceProfile.for_cuda(properties.name, capability, sms, memory_gbps(properties))
+        return DeviceProfile.for_cuda(properties.name, capability, properties.multi_processor_count)
     if installed("jax"):
         with small_jax():
             from swa_pallas._device import local_profile

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bridge._versions import check_versions
-from swa_plan import Plan, reference
+from swa_plan import DeviceProfile, Plan, reference
+from swa_plan._choose import choose_tile
 from swa_plan._dtypes import numpy_dtype
 from swa_plan.cases import Inputs
 
@@ -186,7 +187,8 @@ def plan_for(
     if pack is None or pack == plan.pack or plan.batch_invariant:
         return replace(plan, splits=chunks, pack=plan.pack if pack is None else pack)
     # Another packing needs another tile: more rows take more shared memory.
-    return replace(Plan.from_splits(plan.problem, chunks, pack), kernel=plan.kernel)
+    tile = choose_tile(plan.problem, pack, chunks, DeviceProfile.named("rtx4090"))
+    return Plan(plan.problem, plan.kernel, pack, chunks, *tile, device=plan.device)
 
 
 def to_result(returned: Any, to_numpy: Any) -> Result:

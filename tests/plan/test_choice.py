@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import timeit
 from itertools import product
 
 import pytest
@@ -119,3 +120,12 @@ def test_planning_and_predicting_need_no_framework():
         "assert len(alternatives(problem, device)) > 1\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_planning_takes_no_longer_for_a_wide_table():
+    """Every new batch is planned during a step, so the work must not grow with the keys that a table can hold."""
+    times = {}
+    for blocks in (1 << 6, 1 << 22):
+        problem = Problem(4, 64, 8, 192, 192, None, 64, blocks)
+        times[blocks] = min(timeit.repeat(lambda problem=problem: plan(problem, H200), number=1, repeat=3))
+    assert times[1 << 22] < 20 * times[1 << 6]

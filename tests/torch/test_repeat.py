@@ -3,6 +3,9 @@
 On the CPU the kernels are stand-ins that note what they are launched with; on a GPU results are compared bit by bit.
 """
 
+import subprocess
+import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -162,6 +165,78 @@ def test_a_call_that_looks_different_is_checked_anew(kernels, step, other):
     assert not launched_directly(kernels, lambda: swa_decode(*step, **options))
     assert launched_directly(kernels, lambda: swa_decode(*step, **options)) == (other != "validated")
     assert launched_directly(kernels, lambda: swa_decode(*step, window=WINDOW))
+
+
+def test_a_lazily_negated_gate_is_negated(kernels, step):
+    """``conj().imag`` is a plain tensor whose memory holds the opposite: only operators know."""
+    numbers = torch.view_as_complex(normal(4, HEADS, 2))
+    negated = numbers.conj().imag
+    assert negated.is_neg()
+    plain = numbers.imag
+    for gate in (plain, plain, negated, negated):
+        direct = launched_directly(kernels, lambda gate=gate: swa_decode(*step, window=WINDOW, gate=gate))
+        assert not (direct and gate.is_neg())
+    assert launched_directly(kernels, lambda: swa_decode(*step, window=WINDOW, gate=plain))
+
+
+def test_a_plan_of_another_type_is_refused_again(kernels, step):
+    plan = two_splits(step)
+    key_cache, value_cache = step.cache.views()
+    for _ in range(2):
+        swa_decode(*step, window=WINDOW, plan=plan)
+        swa_decode_gated(
+            step.query, key_cache, value_cache, *step[2:], gate_like(step), torch.empty(4, HEADS, DIM), scale=0.1,
+            window=WINDOW, query_len=1, splits=2,
+        )  # fmt: skip
+    for wrong in (plan.text, (2, 1)):
+        with pytest.raises(TypeError, match="plan must be a Plan or None"):
+            swa_decode(*step, window=WINDOW, plan=wrong)
+
+
+def test_zero_scales_keep_their_sign(kernels):
+    step = make_step(max_blocks=4)
+    cache = PagedCache(tuple(base.to(torch.int8) for base in step.cache.bases), step.cache.layout)
+    args = (step.query, cache, step.block_table, step.seq_lens)
+    for _ in range(2):
+        swa_decode(*args, window=WINDOW, k_scale=1.0, v_scale=0.0)
+    assert not launched_directly(kernels, lambda: swa_decode(*args, window=WINDOW, k_scale=1.0, v_scale=-0.0))
+
+
+def test_tracing_sees_the_operator(kernels, step):
+    query, cache, table, lengths = step
+    for _ in range(2):
+        swa_decode(query, cache, table, lengths, window=WINDOW)
+    before = len(kernels.split.launched)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tracing is deprecated, and says what it takes for constants
+        traced = torch.jit.trace(
+            lambda gate: swa_decode(query, cache, table, lengths, window=WINDOW, gate=gate), gate_like(step)
+        )
+    assert len(kernels.split.launched) == before
+    assert "swa_torch::decode" in str(traced.graph)
+
+
+def test_what_cannot_be_remembered_does_not_fail_the_call(kernels, step, monkeypatch):
+    def broken(self, **options):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(StandIn, "warmup", broken)
+    for _ in range(3):
+        swa_decode(*step, window=WINDOW)
+    assert kernels.split.looked_up == 3
+
+
+def test_compiled_kernels_are_kept(kernels, step):
+    """Triton unloads a kernel that nobody refers to."""
+    swa_decode(*step, window=WINDOW)
+    ((again,),) = ([*_repeat._remembered.values()],)
+    assert again.kernels[0].compiled.function == "function"
+
+
+def test_imported_under_a_mode():
+    code = "import torch\nwith torch.device('meta'):\n    from swa_torch import _repeat\nprint(_repeat.is_observed())"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == "False"
 
 
 @pytest.mark.parametrize("wrong", [{"window": True}, {"window": 16.0}, {"query_len": True}, {"scale": True}])
