@@ -117,7 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
-    device = torch.cuda.get_device_name(0) if DEVICE == "cuda" else "cpu"
+    device = torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
     print(f"{device}, torch {torch.__version__}, jax {jax.__version__} - host microseconds a step")
     small = {name: torch.zeros(64, dtype=torch.int32, device=DEVICE) for name in ("table", "seq_lens", "slots")} | {
         name: torch.zeros(64, device=DEVICE) for name in ("query", "key", "value")

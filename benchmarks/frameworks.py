@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("cases", nargs="*", help="names of cases; all without")
     arguments = parser.parse_args()
-    versions = {"device": torch.cuda.get_device_name(0), "torch": torch.__version__, "jax": jax.__version__}
+    versions = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "jax": jax.__version__}
     print(", ".join(versions.values()), "- microseconds a call")
     rows = []
     for workload in NINE:

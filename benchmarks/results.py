@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -95,7 +96,8 @@ class Run:
     @property
     def least_tbps(self) -> float | None:
         """What the floor must reach on this device, or None where that is not known."""
-        return next((least for word, least in LEAST_TBPS.items() if word in self.device), None)
+        words = re.findall(r"\w+", self.device)  # GH200 and H200 are two chips
+        return next((least for word, least in LEAST_TBPS.items() if word in words), None)
 
     @property
     def counts(self) -> bool:

@@ -35,6 +35,8 @@ REPLAY_BYTES = 200_000_000
 """A replay reads at least this much, which is more than any L2 cache keeps."""
 
 FINALISTS, REPEATS, FINAL_REPEATS = 8, 3, 21
+FEWEST_PLANS = 8
+"""A shape of which fewer were measured before the time limit is left out."""
 COMPILED_AHEAD = 6
 """Shapes whose kernels are compiled before they are measured; few, so that a time limit leaves results."""
 
@@ -47,12 +49,21 @@ class Timed(NamedTuple):
 
 
 class Swept(NamedTuple):
-    """One shape's result; ``ours`` is None where the planner's plan does not run."""
+    """One shape's result.
+
+    Attributes:
+        variant: the shape.
+        times: plans that were measured, fastest first.
+        best: the best of them when measured in turn.
+        ours: the planner's, or None where it does not run.
+        left: plans that the time limit left no time for; a regret against the others says less.
+    """
 
     variant: Variant
     times: list[Timed]
     best: Timed
     ours: Timed | None
+    left: int = 0
 
     @property
     def regret(self) -> float | None:
@@ -68,6 +79,7 @@ class Swept(NamedTuple):
             "best": _row(self.best),
             "ours": None if self.ours is None else _row(self.ours),
             "regret": self.regret,
+            "left": self.left,
             "times": [_row(each) for each in self.times],
         }
 
@@ -101,12 +113,20 @@ def timer_of(tensors: Tensors, plan: Plan, read_bytes: int) -> GraphTimer | None
 
 
 def sweep(variant: Variant, profile: DeviceProfile, spills: Spills, end: float) -> Swept | None:
-    """Measure every plan of a shape, then the best ones beside ours; None where time is up or nothing runs."""
+    """Measure every plan of a shape, then the best ones beside ours; None where nothing runs.
+
+    Where time is up the best of those that were measured stand for all, or there is None if they are few.
+    """
     tensors, read_bytes = variant_tensors(variant), variant.workload.read_bytes
-    times = []
-    for plan in plans(variant, profile):
+    candidates, times, left = plans(variant, profile), [], 0
+    for number, plan in enumerate(candidates):
         if time.monotonic() > end:
-            return None
+            left = len(candidates) - number
+            print(f"the time limit is reached within {variant.name}, after {number} of {len(candidates)} plans"
+                  f"{': it is left out' * (len(times) < FEWEST_PLANS)}", flush=True)  # fmt: skip
+            if len(times) < FEWEST_PLANS:
+                return None
+            break
         timer = timer_of(tensors, plan, read_bytes)
         spilled = spills.of(plan)  # asked for all, so that no kernel is taken for another plan's
         if timer is not None and not spilled:
@@ -127,6 +147,7 @@ def sweep(variant: Variant, profile: DeviceProfile, spills: Spills, end: float) 
         sorted((Timed(time_us, plan) for plan, time_us in known.items()), key=lambda each: each.time_us),
         best,
         Timed(final[ours], ours) if ours in final else None,
+        left,
     )
 
 
@@ -147,6 +168,11 @@ def sweep_all(variants: Sequence[Variant], profile: DeviceProfile, processes: in
             torch.cuda.empty_cache()
             if swept is not None:
                 yield swept
+
+
+def regrets_of(results: Sequence[Swept]) -> list[float]:
+    """Return the regrets of the shapes that were measured to the end."""
+    return [each.regret for each in results if each.regret is not None and not each.left]
 
 
 def summary(regrets: Sequence[float]) -> dict[str, float | int | None]:
@@ -176,7 +202,8 @@ def report(swept: Swept) -> str:
     rate = swept.variant.workload.read_bytes / swept.best.time_us / 1e6
     if swept.ours is None:
         return f"{start} ({rate:.2f} TB/s); OURS DOES NOT RUN"
-    return f"{start} ({rate:.2f} TB/s); ours {short(swept.ours)}, regret {swept.regret:.3f}"
+    least = f" at least: {swept.left} plans were not measured" if swept.left else ""
+    return f"{start} ({rate:.2f} TB/s); ours {short(swept.ours)}, regret {swept.regret:.3f}{least}"
 
 
 def short(timed: Timed) -> str:
@@ -192,8 +219,11 @@ def _row(timed: Timed) -> list[float]:
 
 def _write(path: Path, results: Sequence[Swept], header: dict[str, Any]) -> None:
     """Write everything, whole or not at all."""
-    regrets = [each.regret for each in results if each.regret is not None]
-    found = {**header, "summary": summary(regrets), "cases": {each.variant.name: each.to_json() for each in results}}
+    found = {
+        **header,
+        "summary": summary(regrets_of(results)),
+        "cases": {each.variant.name: each.to_json() for each in results},
+    }
     temporary = path.with_suffix(".partial")
     temporary.write_text(json.dumps(found))
     os.replace(temporary, path)
@@ -214,9 +244,10 @@ def main() -> None:
         variants = chosen(arguments.only, arguments.random, arguments.seed)
     except ValueError as error:
         parser.error(str(error))
-    profile = cuda_profile(0)
+    device = torch.cuda.current_device()
+    profile = cuda_profile(device)
     header = {
-        "device": torch.cuda.get_device_name(0), "torch": torch.__version__, "triton": triton.__version__,
+        "device": torch.cuda.get_device_name(device), "torch": torch.__version__, "triton": triton.__version__,
         "profile": profile.name, "seed": arguments.seed,
     }  # fmt: skip
     results: list[Swept] = []
@@ -225,7 +256,7 @@ def main() -> None:
         print(report(swept), flush=True)
         if arguments.json:
             _write(arguments.json, results, header)
-    found = summary([each.regret for each in results if each.regret is not None])
+    found = summary(regrets_of(results))
     if found["shapes"]:
         print(f"{found['shapes']} shapes: regret {found['geometric_mean']:.3f} in the geometric mean, "
               f"{found['largest']:.3f} at most")  # fmt: skip

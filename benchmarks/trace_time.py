@@ -144,7 +144,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--steps", type=int, default=0, help="stop the replay after so many steps; 0: never")
     parser.add_argument("--each", type=int, default=4, help="most steps timed of one padded batch size")
     parser.add_argument("--json", type=Path, help="also write the figures here")
-    return parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
+    if parsed.each < 1:
+        parser.error(f"--each must be at least 1, got {parsed.each}")
+    return parsed
 
 
 def main() -> None:

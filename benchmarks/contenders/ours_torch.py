@@ -119,7 +119,7 @@ class Fp8(TorchGraph):
 
 def original_plan(case: Case) -> tuple[int, int]:
     """Return the original planner's ``(pack, splits)`` on this GPU."""
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     return swa_decode_plan(case.tokens, case.kv_heads, case.group, case.query_len, sms, case.window)
 
 

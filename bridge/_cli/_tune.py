@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -19,7 +18,7 @@ from bridge._tune.device import Device, this_device
 from bridge._tune.fit import FitError
 from bridge._tune.tuning import Measurer
 from bridge._tune.tuning import tune as run
-from swa_plan._profiles import CONFIG_VARIABLE, config_folder, forget_profile, store_profile
+from swa_plan._profiles import CONFIG_VARIABLE, config_folder, forget_profile, prepare_folder, store_profile
 
 
 def tune(
@@ -53,7 +52,7 @@ def make_measurer(device: Device, processes: int) -> Measurer:
     """Return what takes times on this machine's GPU."""
     from bridge._tune.measure import Bench
 
-    return Bench(device, processes)
+    return Bench(device, processes, lambda text: stderr().print(text, markup=False, soft_wrap=True))
 
 
 def _tune(device: Device, processes: int, *, dry_run: bool, force: bool, json: bool) -> None:
@@ -67,11 +66,19 @@ def _tune(device: Device, processes: int, *, dry_run: bool, force: bool, json: b
         console.print(f"nothing is stored: {error}", markup=False, soft_wrap=True)
         raise typer.Exit(1) from error
     refused = tuning.is_worse and not (force or dry_run)
-    stored = None if dry_run or refused else store_profile(tuning.to_store())
+    if not json:
+        _tune_report.print_tuning(tuning, stdout())
+    stored = failure = None
+    if not (dry_run or refused):
+        try:
+            stored = store_profile(tuning.to_store())
+        except (OSError, ValueError) as error:  # what was measured is still reported
+            failure = error
     if json:
         print_json({**tuning.to_json(), "stored": None if stored is None else str(stored)})
-    else:
-        _tune_report.print_tuning(tuning, stdout())
+    if failure is not None:
+        console.print(f"nothing is stored: {failure}", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from failure
     if refused:
         console.print(
             "nothing is stored: with the measured costs plans would be slower than with the shipped ones (--force "
@@ -101,7 +108,12 @@ def _show(device: Device, *, json: bool) -> None:
 
 
 def _forget(device: Device, *, json: bool) -> None:
-    path = forget_profile(*device.key)
+    try:
+        with usage_errors():
+            path = forget_profile(*device.key)
+    except OSError as error:
+        stderr().print(f"nothing is deleted: {error}", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from error
     if json:
         print_json({"deleted": None if path is None else str(path)})
     else:
@@ -124,7 +136,7 @@ def _check_can_measure(*, store: bool) -> None:
     """Refuse before minutes of work what could not be done or not be stored.
 
     Raises:
-        ValueError: torch, Triton or the config folder is missing.
+        ValueError: torch, Triton or the config folder is missing, or nothing can be written there.
     """
     missing = [name for name in ("torch", "triton") if find_spec(name) is None]
     if missing:
@@ -132,11 +144,18 @@ def _check_can_measure(*, store: bool) -> None:
             f"tuning measures PyTorch's kernels and needs torch and triton, and {' and '.join(missing)} cannot be "
             "imported: pip install 'swa-decode[torch]' (the stored profile serves JAX too, without torch)"
         )
+    if not store:
+        return
     folder = config_folder()
-    if store and folder is None:
+    if folder is None:
         raise ValueError(f"{CONFIG_VARIABLE} is set and empty, so that nothing is stored: unset it, or use --dry-run")
-    if store and isinstance(folder, Path) and folder.exists() and not folder.is_dir():
-        raise ValueError(f"{CONFIG_VARIABLE} must name a folder, got {folder}")
+    try:
+        prepare_folder()
+    except OSError as error:
+        raise ValueError(
+            f"{CONFIG_VARIABLE} must name a folder that a profile can be written to (--dry-run writes none), "
+            f"got {folder}: {error}"
+        ) from error
 
 
 @contextmanager

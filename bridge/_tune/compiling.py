@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,9 @@ from bridge._tune.sample import distinct_kernels, kernel_of
 from swa_plan import Plan
 
 MOST_PROCESSES = 15
+
+START_S, KERNEL_S, ENDING_S = 120.0, 30.0, 10.0
+"""How long a process may take to start, for each kernel, and to end when told to; far more than any needs."""
 
 
 def default_processes() -> int:
@@ -21,7 +25,7 @@ def default_processes() -> int:
 def compile_plans(plans: Sequence[Plan], processes: int) -> int:
     """Compile each kernel of ``plans`` once; return how many there are.
 
-    A process that fails leaves its kernels to the one that measures.
+    A process that fails, or hangs and is ended, leaves its kernels to the one that measures.
     """
     kernels = distinct_kernels(plans)
     shares = [share for first in range(processes) if (share := kernels[first::processes])]
@@ -32,8 +36,14 @@ def compile_plans(plans: Sequence[Plan], processes: int) -> int:
         ]
         for worker in workers:
             worker.start()
+        end = time.monotonic() + START_S + KERNEL_S * max(map(len, shares))
         for worker in workers:
-            worker.join()
+            worker.join(max(0.0, end - time.monotonic()))
+            if worker.is_alive():
+                worker.terminate()
+                worker.join(ENDING_S)
+            if worker.is_alive():
+                worker.kill()
     return len(kernels)
 
 
@@ -45,15 +55,35 @@ def visible_device() -> int:
 
 
 def compile_share(plans: Sequence[Plan], device: int) -> None:
-    """Compile plans by calling each of them once, on one request."""
+    """Compile plans by calling each of them once, on one request; those that there is no memory for are left out."""
     import torch
 
     from bridge._tune.tensors import decode, make_tensors
 
     torch.cuda.set_device(device)
     for plan in plans:
-        tensors = make_tensors(plan.problem, requests=1, sets=1)
-        runs(lambda plan=plan, tensors=tensors: decode(tensors, plan, 0))
+        try:
+            tensors = make_tensors(plan.problem, requests=1, sets=1)
+            runs(lambda plan=plan, tensors=tensors: decode(tensors, plan, 0))
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or one that it followed from, says that the device's memory is full.
+
+    A capture that fails for it ends in an error of its own, and the driver's has no class.
+    """
+    import torch
+
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        if isinstance(error, RuntimeError) and "out of memory" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def runs(call: Callable[[], Any]) -> bool:

@@ -17,7 +17,9 @@ import numpy as np
 
 from bridge._tune.sample import Timed
 from swa_plan import DeviceProfile, Problem
-from swa_plan._costs import COST_NAMES, Costs, Tile, terms_of
+from swa_plan._choose import terms_on
+from swa_plan._costs import COST_NAMES, Costs, Tile
+from swa_plan._device import DEPENDENT_LAUNCH_CAPABILITY
 
 PULL = 0.01
 """Times outvote the shipped costs by far, but not where they cannot tell two costs apart."""
@@ -25,9 +27,6 @@ PULL = 0.01
 LEAST_PLANS, LEAST_SHAPES = 100, 5
 WORST_ERROR = 0.25
 """A median error beyond this is no noise: the model does not describe such a device, or the times are wrong."""
-
-DEPENDENT_LAUNCH_CAPABILITY = 90
-"""Before sm_90 a kernel never starts while the one before it ends."""
 
 
 class FitError(RuntimeError):
@@ -72,6 +71,9 @@ def fit(timed: Sequence[Timed], device: DeviceProfile) -> Fit:
         raise FitError(f"times must be positive, got {times[~(np.isfinite(times) & (times > 0))][0]} us")
     before = np.array(astuple(device.costs), float)
     terms = np.array([_row(each, device) for each in timed])
+    error_before = _median_error(terms, before, times)
+    if device.capability < DEPENDENT_LAUNCH_CAPABILITY:
+        before, terms = _without_waiting(before, terms)
     weights = _weights(timed)
     relative = terms / times[:, None]
     rows = relative * weights[:, None]
@@ -79,9 +81,7 @@ def fit(timed: Sequence[Timed], device: DeviceProfile) -> Fit:
     after = nonnegative_least_squares(np.concatenate([rows, np.diag(pull)]), np.concatenate([weights, pull * before]))
     untouched = ~terms.any(axis=0)
     after[untouched] = before[untouched]
-    if device.capability < DEPENDENT_LAUNCH_CAPABILITY:
-        after[COST_NAMES.index("waiting")] = 0.0
-    error_before, error_after = (float(np.median(np.abs(relative @ costs - 1))) for costs in (before, after))
+    error_after = _median_error(terms, after, times)
     if not error_after <= WORST_ERROR:
         raise FitError(
             f"the times fit no costs: half of {len(times)} plans are more than {error_after:.0%} off "
@@ -117,11 +117,23 @@ def nonnegative_least_squares(matrix: np.ndarray, target: np.ndarray) -> np.ndar
 
 def _row(each: Timed, device: DeviceProfile) -> list[float]:
     plan = each.plan
-    terms = terms_of(
-        plan.problem, plan.pack, plan.splits, Tile(plan.tile, plan.warps, plan.stages), num_sms=device.num_sms,
-        shared_per_sm=device.shared_per_sm, dependent_launch=True,
-    )  # fmt: skip
+    tile = Tile(plan.tile, plan.warps, plan.stages)
+    terms = terms_on(plan.problem, plan.pack, plan.splits, tile, device, dependent_launch=True)
     return [terms.get(name, 0.0) for name in COST_NAMES]
+
+
+def _without_waiting(costs: np.ndarray, terms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Move ``waiting`` into ``combine``: where every launch waits, times cannot tell the two apart."""
+    combine, waiting = COST_NAMES.index("combine"), COST_NAMES.index("waiting")
+    costs, terms = costs.copy(), terms.copy()
+    costs[combine] += costs[waiting]
+    costs[waiting] = 0.0
+    terms[:, waiting] = 0.0
+    return costs, terms
+
+
+def _median_error(terms: np.ndarray, costs: np.ndarray, times: np.ndarray) -> float:
+    return float(np.median(np.abs(terms @ costs / times - 1)))
 
 
 def _weights(timed: Sequence[Timed]) -> np.ndarray:

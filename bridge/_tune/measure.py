@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from bridge._tune.compiling import Spills, compile_plans, runs
+from bridge._tune.compiling import Spills, compile_plans, is_out_of_memory, runs
 from bridge._tune.device import Device
 from bridge._tune.sample import Timed
 from bridge._tune.tensors import Tensors, decode, make_tensors, rotations
@@ -51,56 +51,82 @@ class Replay:
 
 
 class Bench:
-    """Measures plans on this process's current GPU."""
+    """Measures plans on this process's current GPU.
 
-    def __init__(self, device: Device, processes: int) -> None:
+    Args:
+        device: that GPU.
+        processes: how many compile.
+        note: told of each problem that is left out.
+    """
+
+    def __init__(self, device: Device, processes: int, note: Callable[[str], object] = print) -> None:
+        self.note = note
         self.l2_bytes = device.l2_bytes or device.shipped.l2_bytes
         self.processes = processes
         self.spills = Spills()
+        self._is_warm = False
 
     def compile(self, plans: Sequence[Plan]) -> int:
         """Compile the kernels of plans; return how many there are."""
         return compile_plans(plans, self.processes)
 
     def each(self, plans: Sequence[Plan], advance: Callable[[], None]) -> list[Timed]:
-        """Return the time of each plan that fits the GPU and does not spill, measured one after the other."""
+        """Return the time of each plan that fits the GPU and does not spill, measured one after the other.
+
+        A problem for which memory does not suffice is left out.
+        """
+        return self._problems(plans, advance, self._one_by_one)
+
+    def together(self, plans: Sequence[Plan], advance: Callable[[], None]) -> list[Timed]:
+        """Return the time of each plan, those of one problem measured in turn so that drift meets all alike.
+
+        A problem for which memory does not suffice is left out.
+        """
+        return self._problems(plans, advance, self._in_turn)
+
+    def _problems(
+        self,
+        plans: Sequence[Plan],
+        advance: Callable[[], None],
+        measure: Callable[[Tensors, list[Plan], Callable[[], None]], list[Timed]],
+    ) -> list[Timed]:
         timed = []
         for problem, mine in _by_problem(plans).items():
-            tensors = self._tensors(problem)
-            warm = not timed
-            for plan in mine:
-                advance()
-                fits = runs(lambda plan=plan, tensors=tensors: decode(tensors, plan, 0))
-                spilled = self.spills.of(plan)  # asked for all, so that no kernel is taken for another plan's
-                if spilled or not fits:
-                    continue
-                replay = Replay(tensors, plan)
-                if warm:
-                    _warm_up(replay)
-                    warm = False
-                timed.append(Timed(plan, statistics.median(replay.measure() for _ in range(_REPLAYS))))
-            del tensors
+            try:
+                timed += measure(self._tensors(problem), mine, advance)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                self.note(f"left out, because the GPU's memory does not suffice: {problem}")
             torch.cuda.empty_cache()
         return timed
 
-    def together(self, plans: Sequence[Plan], advance: Callable[[], None]) -> list[Timed]:
-        """Return the time of each plan, those of one problem measured in turn so that drift meets all alike."""
+    def _one_by_one(self, tensors: Tensors, plans: list[Plan], advance: Callable[[], None]) -> list[Timed]:
         timed = []
-        for problem, mine in _by_problem(plans).items():
-            tensors = self._tensors(problem)
-            replays = {}
-            for plan in mine:
-                advance()
-                if runs(lambda plan=plan, tensors=tensors: decode(tensors, plan, 0)):
-                    replays[plan] = Replay(tensors, plan)
-            samples: dict[Plan, list[float]] = {plan: [] for plan in replays}
-            for _ in range(_FINAL_REPLAYS):
-                for plan, replay in replays.items():
-                    samples[plan].append(replay.measure())
-            timed += [Timed(plan, statistics.median(times)) for plan, times in samples.items()]
-            del tensors, replays
-            torch.cuda.empty_cache()
+        for plan in plans:
+            advance()
+            fits = runs(lambda plan=plan: decode(tensors, plan, 0))
+            spilled = self.spills.of(plan)  # asked for all, so that no kernel is taken for another plan's
+            if spilled or not fits:
+                continue
+            replay = Replay(tensors, plan)
+            if not self._is_warm:
+                _warm_up(replay)
+                self._is_warm = True
+            timed.append(Timed(plan, statistics.median(replay.measure() for _ in range(_REPLAYS))))
         return timed
+
+    def _in_turn(self, tensors: Tensors, plans: list[Plan], advance: Callable[[], None]) -> list[Timed]:
+        replays = {}
+        for plan in plans:
+            advance()
+            if runs(lambda plan=plan: decode(tensors, plan, 0)):
+                replays[plan] = Replay(tensors, plan)
+        samples: dict[Plan, list[float]] = {plan: [] for plan in replays}
+        for _ in range(_FINAL_REPLAYS):
+            for plan, replay in replays.items():
+                samples[plan].append(replay.measure())
+        return [Timed(plan, statistics.median(times)) for plan, times in samples.items()]
 
     def _tensors(self, problem: Problem) -> Tensors:
         size = problem.max_requests * problem.row_keys * problem.key_bytes

@@ -145,8 +145,11 @@ def _regrets(
     problems: Iterable[Problem], timed: Sequence[Timed], shipped: DeviceProfile, tuned: DeviceProfile
 ) -> tuple[Regret, ...]:
     times = {each.plan: each for each in timed}
+    measured = {each.plan.problem for each in timed}
     regrets = []
     for problem in problems:
+        if problem not in measured:
+            continue  # there was no memory for it: its best plans did run before
         before, after = (times.get(plan(problem, profile)) for profile in (shipped, tuned))
         if after is None:
             raise FitError(f"the measured costs choose a plan that does not run here: {plan(problem, tuned)}")

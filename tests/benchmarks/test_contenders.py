@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from benchmarks import fetch_peers, host_cost, peers, results
+from benchmarks import measure as measuring
 from benchmarks.cases import Case
 from benchmarks.contenders import CONTENDERS, ours_jax, ours_torch, unified
 from benchmarks.contenders.base import LoopTimer, Way, disagreement
-from benchmarks.measure import enter, measure_case, spread, take
+from benchmarks.measure import enter, measure_case, reference_error, spread, take
 from benchmarks.tensors import make_tensors
 
 PLAIN = Case("plain", "x", (20, 100, 60), 1, 8, window=40, query_len=2, block=16, family="x")
@@ -123,10 +124,102 @@ def test_a_result_that_differs_gives_no_time():
 def test_samples_are_taken_in_turn():
     taken = []
     timers = {(name,): lambda name=name: taken.append(name) or 1.0 for name in "ab"}
-    samples = take(timers, rounds=2, count=3)
+    samples, failed = take(timers, rounds=2, count=3)
+    assert failed == {}
     assert taken == ["a", "b"] * 6
     assert samples["a",] == [[1.0] * 3] * 2
     assert spread([[9.0, 10.0, 10.0], [10.0, 10.0, 11.0]]) == pytest.approx(0.1)
+
+
+def failing_timer(after):
+    count = iter(range(100))
+
+    def timer():
+        if next(count) == after:
+            raise RuntimeError("an illegal address")
+        return 1.0
+
+    return timer
+
+
+def test_a_timer_that_fails_does_not_end_the_run():
+    samples, failed = take({("a",): failing_timer(4), ("b",): lambda: 2.0}, rounds=2, count=3)
+    assert samples == {("b",): [[2.0] * 3] * 2}
+    assert failed == {("a",): "RuntimeError: an illegal address"}
+
+
+def test_a_contender_that_fails_while_it_is_timed_has_failed(fake_gpu):
+    result = None  # nothing is compared
+
+    class Named(Rival):
+        def __init__(self, name, **ways):
+            super().__init__(**ways)
+            self.name = name
+
+    rivals = [
+        Named("fails", a=Way(lambda: failing_timer(0), result)),
+        Named("one way", a=Way(lambda: failing_timer(2), result), b=Way(lambda: lambda: 5.0, result)),
+        Named("host", a=Way(lambda: lambda: 6.0, result, lambda: failing_timer(1))),
+    ]
+    outcomes = measure_case(PLAIN, rivals, FakeMachine(), rounds=1).outcomes
+    assert outcomes["fails"].status == results.FAILED
+    assert outcomes["fails"].why == "while it was timed: a: RuntimeError: an illegal address"
+    assert (outcomes["one way"].status, outcomes["one way"].time_us) == (results.MEASURED, 5.0)
+    assert (outcomes["host"].time_us, outcomes["host"].host_us) == (6.0, None)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [PLAIN, RICH, Case("one", "x", (9,), 1, 2, 64, 32, 40, block=16, softcap=3.0),
+     Case("wide", "x", (70, 5, 300), 2, 2, 64, 64, 33, 3, 16, columns=40)],
+    ids=lambda case: case.name,
+)  # fmt: skip
+def test_our_own_result_is_compared_with_float64(case):
+    t = make_tensors(case, device="cpu", sets=2)
+    output = ours_torch.decode(case, t, 0)
+    assert 0 < reference_error(case, t, output) < 0.02
+    assert reference_error(case, t, ours_torch.decode(case, t, 1)) > 0.1  # another table's
+    for row in {0, case.tokens - 1}:
+        wrong = output.clone()
+        wrong[row, -1] *= 1.1
+        assert reference_error(case, t, wrong) > 0.05
+        wrong[row, -1, 0] = float("nan")
+        assert reference_error(case, t, wrong) == float("inf")
+
+
+def test_the_check_copies_only_the_pages_that_its_rows_see():
+    case = Case("many", "x", (200,) * 50, 1, 2, 64, 64, 40, block=16)
+    t = make_tensors(case, device="cpu", sets=2)
+    output = ours_torch.decode(case, t, 0)
+    rows = {0, 16, 33, 49}
+    unseen = torch.ones(len(t.key_cache), dtype=torch.bool)
+    for row in rows:
+        unseen[t.tables[0, row, 160 // 16 : 13].long()] = False
+    assert 0 < unseen.sum() < len(unseen)
+    t.key_cache[unseen] = float("nan")
+    t.value_cache[unseen] = float("nan")
+    assert reference_error(case, t, output) < 0.02
+
+
+def test_a_wrong_result_of_ours_is_no_yardstick(fake_gpu, monkeypatch):
+    monkeypatch.setattr(measuring, "decode", lambda *arguments: ours_torch.decode(*arguments) * 1.1)
+    names = ("floor", "torch graph", "torch eager", "original")
+    outcomes = measure_case(PLAIN, [CONTENDERS[name] for name in names], FakeMachine(), rounds=1).outcomes
+    for name in ("torch graph", "torch eager"):
+        assert outcomes[name].status == results.WRONG
+        assert outcomes[name].why.startswith("ours differs from the float64 reference by 0.1")
+    assert outcomes["original"].status == results.FAILED
+    assert outcomes["original"].why.startswith("nothing to compare with: ours differs")
+
+
+def test_the_originals_plan_is_made_for_the_current_gpu(monkeypatch):
+    class Properties:
+        multi_processor_count = 100
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", {1: Properties}.__getitem__)
+    pack, splits = ours_torch.original_plan(PLAIN)
+    assert min(pack, splits) >= 1
 
 
 def test_the_hosts_share_ends_before_the_wait():

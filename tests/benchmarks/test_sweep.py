@@ -92,9 +92,10 @@ def cpu(monkeypatch):
     monkeypatch.setattr(sweep, "make_plan", lambda problem, profile: on_cpu(plan(problem, profile)))
     monkeypatch.setattr(sweep, "plans", lambda variant, profile: [on_cpu(each) for each in plans(variant, profile)])
     monkeypatch.setattr(sweep, "compile_plans", lambda plans, processes: len(plans))
-    monkeypatch.setattr(sweep, "cuda_profile", lambda index: H200)
+    monkeypatch.setattr(sweep, "cuda_profile", {1: H200}.get)
+    monkeypatch.setattr(sweep.torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(sweep.torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(sweep.torch.cuda, "get_device_name", lambda index: "no GPU")
+    monkeypatch.setattr(sweep.torch.cuda, "get_device_name", {1: "no GPU"}.__getitem__)
 
 
 def test_the_best_and_ours_are_measured_together(cpu):
@@ -123,6 +124,23 @@ def test_where_nothing_runs_or_time_is_up_there_is_no_result(cpu, monkeypatch):
     assert list(sweep.sweep_all([SMALL], H200, 2, -math.inf)) == []
     monkeypatch.setattr(sweep, "runs", lambda call: False)
     assert sweep.sweep(SMALL, H200, Spills(), math.inf) is None
+
+
+def test_a_shape_that_the_time_limit_cuts_keeps_what_was_measured(cpu, monkeypatch, capsys):
+    now = iter(range(1000))
+    monkeypatch.setattr(sweep.time, "monotonic", lambda: next(now))
+    total = len(plans(SMALL, H200))
+    swept = sweep.sweep(SMALL, H200, Spills(), 9.5)
+    assert swept.left == total - 10
+    assert len(swept.times) in (10, 11)  # ours may be among them
+    assert swept.best.time_us == min(each.time_us for each in swept.times)
+    assert f"reached within small, after 10 of {total} plans\n" in capsys.readouterr().out
+    assert f"at least: {swept.left} plans were not measured" in sweep.report(swept)
+    assert swept.to_json()["left"] == swept.left
+    assert sweep.regrets_of([swept, swept._replace(left=0)]) == [swept.regret]
+    now = iter(range(1000))
+    assert sweep.sweep(SMALL, H200, Spills(), 2.5) is None
+    assert f"after 3 of {total} plans: it is left out" in capsys.readouterr().out
 
 
 def test_everything_is_written_after_each_shape(cpu, monkeypatch, tmp_path, capsys):

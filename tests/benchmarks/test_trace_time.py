@@ -50,3 +50,10 @@ def test_the_bundled_trace_is_replayed_by_default():
     arguments = trace_time.parse_arguments([])
     assert arguments.trace == bundled_trace()
     assert trace_time.parse_arguments(["x.csv", "--each", "2"]).trace == Path("x.csv")
+
+
+def test_no_step_of_a_batch_size_is_refused(capsys):
+    with pytest.raises(SystemExit) as raised:
+        trace_time.parse_arguments(["--each", "0"])
+    assert raised.value.code == 2
+    assert "--each must be at least 1, got 0" in capsys.readouterr().err

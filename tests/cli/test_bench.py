@@ -157,6 +157,8 @@ def test_a_floor_that_is_too_low_makes_a_run_not_count():
     assert a_run(tbps=4.41).counts
     assert not a_run(tbps=4.39).counts
     assert a_run(tbps=3.0, device="NVIDIA A100").counts
+    assert a_run(tbps=3.0, device="NVIDIA GH200 480GB, sm_90, 132 multiprocessors").counts
+    assert not a_run(tbps=3.0, device="NVIDIA H200").counts
     missing = a_run()
     missing.floor_tbps = []
     assert not missing.counts

@@ -14,6 +14,7 @@ from bridge._tune import device as devices
 from bridge._tune import sample
 from bridge._tune.tuning import tune
 from swa_plan import DeviceProfile
+from swa_plan import _profiles as profiles
 from swa_plan._costs import COST_NAMES
 from swa_plan._profiles import store_profile, stored_profile
 from tests.cli.fake_gpu import H200, FakeBench, planted, quiet
@@ -93,9 +94,9 @@ def test_what_makes_plans_slower_is_stored_by_force_only(misleading_gpu, folder)
     result = swa()
     assert result.exit_code == 1
     assert "plans would be slower" in result.stderr
-    assert list(folder.iterdir()) == []
+    assert list(folder.rglob("*.*")) == []
     assert swa("--dry-run").exit_code == 0
-    assert list(folder.iterdir()) == []
+    assert list(folder.rglob("*.*")) == []
     assert swa("--force").exit_code == 0
     assert stored_profile(*H200.key) is not None
 
@@ -169,6 +170,53 @@ def test_nowhere_to_store_is_said_before_measuring(gpu, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SWA_DECODE_CONFIG", str(tmp_path / "file"))
     assert "must name a folder" in swa().stderr
+    for name in (f"{tmp_path}/file/x", "~nosuchuser/x"):
+        monkeypatch.setenv("SWA_DECODE_CONFIG", name)
+        result = swa()
+        assert result.exit_code == 2
+        assert "SWA_DECODE_CONFIG must name a folder" in result.stderr
+    monkeypatch.setenv("SWA_DECODE_CONFIG", str(tmp_path / "later"))
+    (tmp_path / "later").mkdir()
+    monkeypatch.setattr(profiles.tempfile, "TemporaryFile", lambda dir: (_ for _ in ()).throw(OSError("read-only")))
+    result = swa()
+    assert result.exit_code == 2
+    assert "read-only" in result.stderr
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=str)
+def test_what_cannot_be_stored_is_reported_all_the_same(gpu, folder, monkeypatch, options):
+    monkeypatch.setattr(_tune, "store_profile", lambda stored: (_ for _ in ()).throw(OSError("no space left")))
+    result = swa(*options)
+    assert result.exit_code == 1
+    assert "nothing is stored: no space left" in result.stderr
+    assert "combine" in result.stdout
+    if options:
+        assert json.loads(result.stdout)["stored"] is None
+
+
+def test_what_cannot_be_deleted_is_said(gpu, folder, monkeypatch):
+    monkeypatch.setattr(_tune, "forget_profile", lambda *key: (_ for _ in ()).throw(OSError("read-only")))
+    result = swa("--forget")
+    assert result.exit_code == 1
+    assert "nothing is deleted: read-only" in result.stderr
+    monkeypatch.undo()
+    monkeypatch.setattr(_tune, "this_device", lambda: H200)
+    monkeypatch.setenv("SWA_DECODE_CONFIG", "~nosuchuser/x")
+    assert swa("--forget").exit_code == 2
+
+
+@pytest.mark.parametrize("changed", [{"date": 5}, {"median_error": "x"}, {"versions": ["1"]}], ids=str)
+def test_a_provenance_of_other_types_is_ignored_by_who_prints_it(gpu, folder, changed):
+    values = json.loads(tune(H200, FakeBench(H200, gpu), quiet).to_store().to_json())
+    values["provenance"].update(changed)
+    H200.file.parent.mkdir()
+    H200.file.write_text(json.dumps(values))
+    with pytest.warns(UserWarning, match=next(iter(changed))):
+        assert "shipped with swa-decode" in swa("--show").stdout
+    stored_profile.cache_clear()
+    with pytest.warns(UserWarning, match=next(iter(changed))):
+        found = _doctor._profile([{"platform": "cuda", "name": "NVIDIA H200", "capability": 90, "num_sms": 132}])
+    assert "shipped" in found["source"]
 
 
 # --- devices ---

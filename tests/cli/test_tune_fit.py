@@ -14,6 +14,7 @@ from bridge._tune.sample import Timed
 from bridge._tune.tuning import tune
 from swa_plan import DeviceProfile, Problem, plan, predict
 from swa_plan._costs import CANDIDATE_TILES, COST_NAMES, fits, tile_cost
+from swa_plan._device import DEPENDENT_LAUNCH_CAPABILITY
 from tests.cli.fake_gpu import A100, H200, FakeBench, planted, quiet
 
 GPUS = ("a100", "h100", "h200", "b200", "rtx4090", "rtx5090")
@@ -36,6 +37,8 @@ def test_the_sample_determines_every_cost(name):
     plans = plans_of(profile)
     assert 150 <= len(plans) <= 330
     rows = np.array([fitting._row(Timed(each, 1.0), profile) for each in plans])
+    if profile.capability < DEPENDENT_LAUNCH_CAPABILITY:
+        _, rows = fitting._without_waiting(np.array(astuple(profile.costs)), rows)
     rows /= np.array([predict(each, profile).time_us for each in plans])[:, None]
     measured = rows.any(axis=0)
     # XLA's launches pay it, which nothing here measures; the others are of tiles that fit in no problem on this chip.
@@ -116,6 +119,11 @@ def test_a_fit_of_exact_times_is_exact():
 
 def test_before_sm_90_every_launch_waits():
     assert fit(timed_by(A100, planted(1, A100)), A100.shipped).costs.waiting == 0
+    shipped = A100.shipped.costs
+    exact = fit(timed_by(A100, shipped, noise=0), A100.shipped)
+    assert exact.error_before == pytest.approx(0, abs=1e-9)
+    assert exact.error_after < 1e-6
+    assert exact.costs.combine == pytest.approx(shipped.combine + shipped.waiting, abs=1e-5)
 
 
 def test_costs_are_never_negative():
@@ -171,10 +179,24 @@ def test_a_tuning_chooses_better_plans():
     json.dumps(tuning.to_json(), allow_nan=False)
 
 
+def test_a_problem_without_times_is_passed_over():
+    first, *others = sample.problems(H200.shipped)
+
+    class Small(FakeBench):
+        def together(self, plans, advance):
+            return [each for each in super().together(plans, advance) if each.plan.problem != first]
+
+    tuning = tune(H200, Small(H200, H200.shipped.costs), quiet)
+    assert [each.problem for each in tuning.regrets] == others
+
+
 def test_a_plan_that_does_not_run_is_not_stored():
     class Choosy(FakeBench):
         def together(self, plans, advance):
-            return [each for each in super().together(plans, advance) if each.plan.splits == 1]
+            slowest = {}
+            for each in sorted(super().together(plans, advance), key=lambda each: each.time_us):
+                slowest[each.plan.problem] = each
+            return list(slowest.values())
 
     with pytest.raises(FitError, match="a plan that does not run here"):
         tune(H200, Choosy(H200, H200.shipped.costs), quiet)

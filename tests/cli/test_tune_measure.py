@@ -91,6 +91,61 @@ def test_plans_that_do_not_fit_or_spill_are_left_out(cpu, monkeypatch):
     assert [each.plan for each in bench.together(plans, lambda: None)] == [plans[0], plans[2], plans[3]]
 
 
+class Full(RuntimeError):
+    """What a driver says, in place of torch's own class."""
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no"), Full("Triton Error [CUDA]: out of memory")], ids=repr)
+@pytest.mark.parametrize("place", ["make_tensors", "decode", "Replay"])
+def test_a_problem_without_memory_is_noted_and_left_out(cpu, monkeypatch, error, place):
+    original, failing = getattr(measure, place), PROBLEMS[1]
+    monkeypatch.setattr(measure, "_warm_up", lambda replay: None)
+
+    def full(*arguments, **options):
+        problem = next(getattr(each, "problem", each) for each in arguments if isinstance(each, (Plan, Problem)))
+        if problem == failing:
+            raise error
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(measure, place, full)
+    notes = []
+    bench = measure.Bench(H200._replace(l2_bytes=1 << 16), 1, notes.append)
+    plans = [each for problem in PROBLEMS for each in plans_of(problem)]
+    kept = [each for each in plans if each.problem != failing]
+    assert [each.plan for each in bench.each(plans, lambda: None)] == kept
+    assert [each.plan for each in bench.together(plans, lambda: None)] == kept
+    assert len(notes) == 2
+    assert "memory does not suffice" in notes[0]
+    assert str(failing) in notes[0]
+
+
+def test_other_errors_end_the_measuring(cpu, monkeypatch):
+    monkeypatch.setattr(measure, "Replay", lambda *_: (_ for _ in ()).throw(RuntimeError("illegal memory access")))
+    with pytest.raises(RuntimeError, match="illegal"):
+        measure.Bench(H200._replace(l2_bytes=1 << 16), 1).each(plans_of(PROBLEMS[0]), lambda: None)
+
+
+def test_memory_that_ran_out_is_known_through_what_followed():
+    followed = RuntimeError("the capture was invalidated")
+    assert not compiling.is_out_of_memory(followed)
+    followed.__context__ = torch.OutOfMemoryError("no")
+    assert compiling.is_out_of_memory(followed)
+
+
+def test_a_plan_without_memory_is_compiled_by_nobody(cpu, monkeypatch):
+    called = []
+    plans = plans_of(PROBLEMS[0])
+
+    def decode(made, each, rotation):
+        called.append(each)
+        if each == plans[0]:
+            raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr(tensors, "decode", decode)
+    compile_share(plans, 0)
+    assert called == plans
+
+
 def test_only_a_kernel_that_does_not_fit_is_passed_over():
     from triton.runtime.errors import OutOfResources
 
@@ -118,8 +173,11 @@ def test_kernels_are_shared_out_among_processes(cpu, monkeypatch):
         def start(self):
             pass
 
-        def join(self):
-            pass
+        def join(self, timeout):
+            assert 100 < timeout < 600
+
+        def is_alive(self):
+            return False
 
     class Context:
         pass
@@ -135,6 +193,39 @@ def test_kernels_are_shared_out_among_processes(cpu, monkeypatch):
     assert compile_plans(plans[:1], 5) == 1
     assert compile_plans([], 5) == 0
     assert not shares, "one kernel is compiled where it is measured"
+
+
+def test_a_process_that_hangs_is_ended(cpu, monkeypatch):
+    ended = []
+
+    class Process:
+        def __init__(self, target, args, daemon):
+            self.alive = True
+
+        def start(self):
+            pass
+
+        def join(self, timeout):
+            assert timeout >= 0
+
+        def is_alive(self):
+            return self.alive
+
+        def terminate(self):
+            ended.append("terminate")
+            self.alive = len(ended) == 1  # the first one ignores it
+
+        def kill(self):
+            ended.append("kill")
+            self.alive = False
+
+    class Context:
+        pass
+
+    Context.Process = Process
+    monkeypatch.setattr(compiling.multiprocessing, "get_context", lambda method: Context)
+    assert compile_plans(plans_of(PROBLEMS[0]), 2) == 4
+    assert ended == ["terminate", "kill", "terminate"]
 
 
 def test_spills_are_those_of_the_newest_kernel(monkeypatch):

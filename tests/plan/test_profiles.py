@@ -16,6 +16,7 @@ from swa_plan._profiles import (
     StoredProfile,
     config_folder,
     forget_profile,
+    prepare_folder,
     profile_path,
     store_profile,
     stored_profile,
@@ -96,6 +97,33 @@ BROKEN = {
     "text for a cost": (broken(lambda v: v["profile"]["costs"].update(start="1")), "cost start must be .* got '1'"),
     "no SMs": (broken(lambda v: v["profile"].pop("num_sms")), "num_sms must be a positive integer, got None"),
     "a fraction": (broken(lambda v: v["profile"].update(memory_gbps=0.5)), "memory_gbps must be .* got 0.5"),
+    "a cost of 400 digits": (
+        broken(lambda v: v["profile"]["costs"].update(start=10**400)),
+        "cost start must be .* got 1",
+    ),
+    "a cost whose sums overflow": (broken(lambda v: v["profile"]["costs"].update(start=1e308)), "cost start must be"),
+    "an endless size": (broken(lambda v: v["profile"].update(memory_gbps=10**400)), "memory_gbps must be"),
+    "no shared memory": (
+        broken(lambda v: v["profile"].update(shared_memory=1)),
+        "shared_memory must be 232448 .* got 1",
+    ),
+    "too much of it": (broken(lambda v: v["profile"].update(shared_memory=1 << 20)), "shared_memory must be 232448"),
+    "nesting": ("[" * 100_000 + "]" * 100_000, "recursion"),
+    "a number for a name": (broken(lambda v: v["profile"].update(name=3)), "name must be a string, got 3"),
+    "a number for a date": (broken(lambda v: v["provenance"].update(date=5)), "date must be .* got 5"),
+    "no such date": (broken(lambda v: v["provenance"].update(date="soon")), "date must be .* got 'soon'"),
+    "text for an error": (
+        broken(lambda v: v["provenance"].update(median_error="x")),
+        "median_error must be .* got 'x'",
+    ),
+    "a list of versions": (broken(lambda v: v["provenance"].update(versions=["1"])), "versions must be an object"),
+    "a number for a version": (
+        broken(lambda v: v["provenance"].update(versions={"a": 1})),
+        "versions must be an object",
+    ),
+    "a number for a driver": (broken(lambda v: v["provenance"].update(driver=580)), "driver must be .* got 580"),
+    "half a plan": (broken(lambda v: v["provenance"].update(plans=0.5)), "plans must be .* got 0.5"),
+    "a number for a device": (broken(lambda v: v["provenance"].update(device=1)), "device must be a string, got 1"),
     "one more field": (broken(lambda v: v["profile"].update(colour="red")), "colour"),
     "no date": (broken(lambda v: v["provenance"].pop("date")), "date"),
     "another device": (broken(lambda v: v["provenance"].update(device="NVIDIA H20")), "measured on .*H20'"),
@@ -127,6 +155,26 @@ def test_a_file_that_cannot_be_read_is_ignored(folder):
     path.write_bytes(b"\xff\xfe{}")
     with pytest.warns(UserWarning, match="utf-8"):
         assert stored_profile(*DEVICE) is None
+
+
+def test_the_home_of_nobody_is_named_and_ignored(monkeypatch):
+    monkeypatch.setenv("SWA_DECODE_CONFIG", "~nosuchuser/x")
+    stored_profile.cache_clear()
+    with pytest.warns(UserWarning, match=r"profile ~nosuchuser/x is ignored: SWA_DECODE_CONFIG must name a folder"):
+        assert DeviceProfile.for_cuda(*DEVICE) == DeviceProfile.shipped(*DEVICE)
+    stored_profile.cache_clear()
+    for call in (lambda: store_profile(STORED), lambda: forget_profile(*DEVICE)):
+        with pytest.raises(ValueError, match="SWA_DECODE_CONFIG must name a folder, got '~nosuchuser/x'"):
+            call()
+
+
+def test_a_folder_is_probed(folder):
+    assert prepare_folder() == folder / "profiles"
+    assert list((folder / "profiles").iterdir()) == []
+    (folder / "profiles").rmdir()
+    (folder / "profiles").write_text("")
+    with pytest.raises(OSError, match="profiles"):
+        prepare_folder()
 
 
 def test_an_empty_variable_means_no_folder(monkeypatch):
