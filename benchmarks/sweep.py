@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-import swa_torch
 from benchmarks.sweep_cases import DEFAULT, OTHERS, Variant, plans, random_variants
 from benchmarks.timing import GraphTimer, interleaved
 from benchmarks.workloads import Tensors, make_tensors
 from bridge._tune.compiling import Spills, compile_plans, default_processes, runs
+from bridge._tune.tensors import decode
 from swa_plan import DeviceProfile, Plan
 from swa_plan import plan as make_plan
 from swa_torch._device import cuda_profile
@@ -92,16 +92,6 @@ def variant_tensors(variant: Variant) -> Tensors:
     return tensors._replace(
         query=tensors.query.to(compute), gate=tensors.gate.to(compute), output=tensors.output.to(compute)
     )
-
-
-def decode(tensors: Tensors, plan: Plan, index: int) -> None:
-    """Run one call."""
-    scale = 1.0 if plan.problem.quantised else None
-    swa_torch.swa_decode(
-        tensors.query, (tensors.key_cache, tensors.value_cache), tensors.tables[index % len(tensors.tables)],
-        tensors.seq_lens, window=plan.problem.window, query_len=plan.problem.query_len, gate=tensors.gate,
-        out=tensors.output, plan=plan, k_scale=scale, v_scale=scale,
-    )  # fmt: skip
 
 
 def timer_of(tensors: Tensors, plan: Plan, read_bytes: int) -> GraphTimer | None:

@@ -13,6 +13,7 @@ import torch
 
 from bridge._tune.compiling import Spills, compile_plans, is_out_of_memory, runs
 from bridge._tune.device import Device
+from bridge._tune.replays import GraphTimer, interleaved
 from bridge._tune.sample import Timed
 from bridge._tune.tensors import Tensors, decode, make_tensors, rotations
 from swa_plan import Plan, Problem
@@ -21,33 +22,11 @@ _WARM_S = 0.3
 _REPLAYS, _FINAL_REPLAYS = 7, 21
 
 
-class Replay:
-    """A captured graph of calls; ``measure`` replays it once and returns microseconds a call."""
+class Replay(GraphTimer):
+    """A plan's timer."""
 
     def __init__(self, tensors: Tensors, plan: Plan) -> None:
-        self.tensors = tensors  # the graph works on them
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for rotation in range(3):
-                decode(tensors, plan, rotation)
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            for rotation in range(tensors.calls):
-                decode(tensors, plan, rotation)
-        for _ in range(2):
-            self.graph.replay()
-
-    def measure(self) -> float:
-        """Replay once."""
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        self.graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1e3 / self.tensors.calls
+        super().__init__(lambda rotation: decode(tensors, plan, rotation), tensors.calls)
 
 
 class Bench:
@@ -122,11 +101,7 @@ class Bench:
             advance()
             if runs(lambda plan=plan: decode(tensors, plan, 0)):
                 replays[plan] = Replay(tensors, plan)
-        samples: dict[Plan, list[float]] = {plan: [] for plan in replays}
-        for _ in range(_FINAL_REPLAYS):
-            for plan, replay in replays.items():
-                samples[plan].append(replay.measure())
-        return [Timed(plan, statistics.median(times)) for plan, times in samples.items()]
+        return [Timed(plan, time_us) for plan, time_us in interleaved(replays, _FINAL_REPLAYS).items()]
 
     def _tensors(self, problem: Problem) -> Tensors:
         size = problem.max_requests * problem.row_keys * problem.key_bytes

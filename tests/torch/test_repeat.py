@@ -207,11 +207,16 @@ def test_tracing_sees_the_operator(kernels, step):
     for _ in range(2):
         swa_decode(query, cache, table, lengths, window=WINDOW)
     before = len(kernels.split.launched)
+    observed = []
+
+    def decode(gate):
+        observed.append(_repeat.is_observed())
+        return swa_decode(query, cache, table, lengths, window=WINDOW, gate=gate)
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # tracing is deprecated, and says what it takes for constants
-        traced = torch.jit.trace(
-            lambda gate: swa_decode(query, cache, table, lengths, window=WINDOW, gate=gate), gate_like(step)
-        )
+        traced = torch.jit.trace(decode, gate_like(step))
+    assert observed[0]
     assert len(kernels.split.launched) == before
     assert "swa_torch::decode" in str(traced.graph)
 
