@@ -30,6 +30,7 @@ class Ticket:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._place = _DLPACK_CUDA, device.index
         self._tensor = torch.zeros(_TICKET_VALUES, dtype=torch.int32, device=device)
         self._on_gpu = device.type == "cuda"
         self._event = torch.cuda.Event() if self._on_gpu else None
@@ -48,7 +49,7 @@ class Ticket:
         return dlpack.from_dlpack(self, copy=False)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return _DLPACK_CUDA, self._device.index
+        return self._place
 
     def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
         assert self._event is not None
@@ -58,7 +59,7 @@ class Ticket:
         if waiting is None:
             waiting = self._streams[stream] = torch.cuda.ExternalStream(stream, device=self._device)
         self._event.record(self._stream)
-        waiting.wait_event(self._event)
+        self._event.wait(waiting)
         return to_dlpack(self._tensor)
 
 

@@ -6,14 +6,18 @@ Both allocators give memory that is free on the host to whoever asks next, and o
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
-_Result = tuple[StorageWeakRef, jax.Array, torch.cuda.Stream]
+_Result = tuple[weakref.ref[torch.UntypedStorage], jax.Array, torch.cuda.Stream]
+"""A reference that is dead when no tensor views the memory, the array that keeps it, and the stream that reads it.
+
+torch keeps a storage's Python object for as long as the storage, whoever holds it (``tests/bridge/test_storages.py``).
+"""
 
 
 class Retained:
@@ -36,9 +40,9 @@ class Retained:
 
     def unused_results(self, stream: torch.cuda.Stream | None) -> list[_Result]:
         """Return the results that no tensor views any more; ``stream`` waits for the streams that may read them."""
-        unused = [result for result in self._results if result[0].expired()]
+        unused = [result for result in self._results if result[0]() is None]
         if stream is not None:
-            for reader in {result[2] for result in unused if result[2] != stream}:
+            for reader in {result[2] for result in unused if result[2] is not stream and result[2] != stream}:
                 stream.wait_stream(reader)
         return unused
 
@@ -47,11 +51,12 @@ class Retained:
         if unused:
             gone = {id(result) for result in unused}
             self._results = [result for result in self._results if id(result) not in gone]
-        self._drop_read()
+        if self._read:
+            self._drop_read()
 
     def result(self, tensor: torch.Tensor, array: jax.Array, stream: torch.cuda.Stream) -> None:
         """Keep a result while a tensor views it, and longer."""
-        self._results.append((StorageWeakRef(tensor.untyped_storage()), array, stream))
+        self._results.append((weakref.ref(tensor.untyped_storage()), array, stream))
 
     def read_by_torch(self, arrays: list[jax.Array]) -> None:
         """Keep arrays until torch's current stream has passed this point."""
@@ -64,7 +69,7 @@ class Retained:
     def close(self, device: torch.device) -> None:
         """Let everything go but results that are still viewed; the caller has waited for the device."""
         for storage, array, _ in self._results:
-            outlive(storage.expired, device, array)
+            outlive(lambda storage=storage: storage() is None, device, array)
         self._results.clear()
         self._read.clear()
 

@@ -22,12 +22,15 @@ import jax
 import torch
 
 from bridge._buffers import Buffer, register
-from bridge._devices import check_not_capturing, is_capturing, jax_device_of, on_device
+from bridge._devices import CAPTURE_RECIPE, check_not_capturing, is_capturing, jax_device_of, on_device
 from bridge._exchange import check_outside_traces
 from bridge._fence import Ticket
 from bridge._retained import Retained, outlive, release_outliving, synchronise
 from bridge._steps import JaxStep, TorchStep
 from bridge._versions import check_order_tested, check_versions
+
+_stream_id: Callable[[int], object] = getattr(torch._C, "_cuda_getCurrentStream", torch.cuda.current_stream)
+"""Returns what tells torch's current stream on a device from others, and costs less than a ``torch.cuda.Stream``."""
 
 
 class Session:
@@ -65,6 +68,10 @@ class Session:
         (self.device,) = devices
         self.copy = copy
         self.on_gpu = self.device.type == "cuda"
+        # What every step asks is asked once here: torch.device answers in C++ that little else keeps in the cache.
+        self._index = self.device.index
+        self._host = None if self.on_gpu else self.device
+        self._only_device = not self.on_gpu or torch.cuda.device_count() == 1  # torch's current one is no other
         check_versions()
         if self.on_gpu:
             check_order_tested(allow_untested)
@@ -76,7 +83,10 @@ class Session:
         self._lock = threading.RLock()
         self._turns = 0
         self._user: tuple[int | None, torch.cuda.Stream | None] = (None, self._current_stream())
+        self._place: object = None  # where the user's last step came from
         self._retained = Retained()
+        self._tensors = [tensor for buffer in self._buffers.values() for tensor in buffer.tensors]
+        self._addresses = [address for buffer in self._buffers.values() for address in buffer.addresses]
         release_outliving()
         with self._on_device():
             for buffer in self._buffers.values():
@@ -213,38 +223,48 @@ class Session:
     def _enter(self) -> torch.cuda.Stream | None:
         """Return the stream of a step, after checking that the caller has the turn. The caller holds the lock."""
         self._check_usable()
-        stream = self._current_stream()
-        thread = threading.get_ident()
-        if self._user[0] is None:
-            self._pass_to((thread, stream))
-        elif thread != self._user[0] or stream != self._user[1]:
-            other = "thread" if thread != self._user[0] else "stream"
+        place = (threading.get_ident(), _stream_id(self._index) if self.on_gpu else None)
+        if place != self._place:
+            self._begin((place[0], self._current_stream()))
+            self._place = place
+        # All at once, because most steps find all in place; one by one to name what is not.
+        if [*map(torch.Tensor.data_ptr, self._tensors)] != self._addresses:
+            for buffer in self._buffers.values():
+                buffer.check_in_place()
+        return self._user[1]
+
+    def _begin(self, user: tuple[int, torch.cuda.Stream | None]) -> None:
+        """Let the session's user in, or its first, and no other."""
+        if user == self._user:
+            return
+        if self._user[0] is not None:
+            other = "thread" if user[0] != self._user[0] else "stream"
             raise RuntimeError(
                 f"this session's buffers belong to another {other} at the moment, and what this one did to them is "
                 "not ordered: put writes and step into `with session.turn():` here"
             )
-        for buffer in self._buffers.values():
-            buffer.check_in_place()
-        return stream
+        self._pass_to(user)
 
     def _pass_to(self, user: tuple[int | None, torch.cuda.Stream | None]) -> None:
         """Make another user's stream wait for the last one's, and remember it."""
         before, stream = self._user[1], user[1]
         if before is not None and stream is not None and before != stream:
             stream.wait_stream(before)
-        self._user = user
+        self._user, self._place = user, None
 
     def _check_usable(self) -> None:
         self._check_open()
         check_outside_traces("a step")
-        check_not_capturing(self.device)
+        # `check_not_capturing`, but for a look at the device's type, which took 4 us of every step.
+        if self.device is not self._host and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(CAPTURE_RECIPE)
 
     def _check_open(self) -> None:
         if not self._open:
             raise RuntimeError("the session must be open, got one that was closed")
 
     def _current_stream(self) -> torch.cuda.Stream | None:
-        return torch.cuda.current_stream(self.device) if self.on_gpu else None
+        return torch.cuda.current_stream(self._index) if self.on_gpu else None
 
     def _on_device(self) -> AbstractContextManager[Any]:
         return on_device(self.device) if self.on_gpu else nullcontext()

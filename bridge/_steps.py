@@ -32,9 +32,20 @@ class _Step:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step; see ``Session.jax_step`` and ``Session.torch_step``."""
-        return (_untraced if torch.compiler.is_compiling() else _call)(self._step, args, kwargs)
+        if torch.compiler.is_compiling():
+            return _untraced(self._alone, args, kwargs)
+        return self._alone(args, kwargs)
 
-    def _step(self, *args: Any, **kwargs: Any) -> Any:
+    def _alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the step with other threads kept out, and torch's current device the session's."""
+        session = self._session
+        with session._lock:
+            if session._only_device or torch.cuda.current_device() == session._index:
+                return self._step(args, kwargs)
+            with session._on_device():
+                return self._step(args, kwargs)
+
+    def _step(self, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError
 
 
@@ -57,35 +68,38 @@ class JaxStep(_Step):
         run.__name__ = f"swa_step_{getattr(function, '__name__', 'of').strip('<>')}"  # what profiles show
         self._jitted = jax.jit(run, donate_argnums=(1,) if session.on_gpu else (), keep_unused=True)
 
-    def _step(self, *args: Any, **kwargs: Any) -> Any:
+    def _step(self, args: Any, kwargs: Any) -> Any:
         session = self._session
-        with session._lock, session._on_device():
-            stream = session._enter()
-            if session.on_gpu and getattr(jax.config, "jax_disable_jit", False):
-                raise RuntimeError(
-                    "a step must be jitted, because programs wait and functions do not: unset jax_disable_jit"
-                )
-            if args or kwargs:
-                args, kwargs = self._arguments(args, kwargs, stream)
-            unused = session._retained.unused_results(stream)
-            ticket = session._ticket.punch(stream)
-            donated = [buffer.arrays for buffer in self._updated]
-            read = [buffer.arrays for buffer in self._read]
-            self._traced = False
-            outcome: Any = ()
-            try:
-                outcome = self._jitted(ticket, donated, read, args, kwargs)
-                updated, results, fence = outcome
-                for buffer, arrays in zip(self._updated, updated, strict=True):
-                    buffer.arrays = arrays
-                session._retained.dispatched(unused)
-                tensors = self._finish(results, fence, stream)
-                if self._traced:
-                    self._check_updated()
-            except BaseException:
-                self._recover(outcome)
-                raise
-            return tensors
+        retained = session._retained
+        stream = session._enter()
+        if args or kwargs:
+            args, kwargs = self._arguments(args, kwargs, stream)
+        unused = retained.unused_results(stream)
+        ticket = session._ticket.punch(stream)
+        self._traced = False
+        outcome: Any = ()
+        try:
+            outcome = self._jitted(
+                ticket,
+                [buffer.arrays for buffer in self._updated],
+                [buffer.arrays for buffer in self._read],
+                args,
+                kwargs,
+            )
+            # XLA launches meanwhile, which the export waits for: what is done before it costs nothing. Only ``unused``
+            # is held until then, or another thread's program might get its memory and be launched before this one.
+            updated, results, fence = outcome
+            for buffer, arrays in zip(self._updated, updated, strict=True):
+                buffer.arrays = arrays
+            del ticket
+            retained.dispatched(unused)
+            tensors = self._finish(results, fence, stream)
+            if self._traced:
+                self._check_updated()
+        except BaseException:
+            self._recover(outcome)
+            raise
+        return tensors
 
     def _arguments(self, args: Any, kwargs: Any, stream: torch.cuda.Stream | None) -> Any:
         """Return a call's arguments as JAX's, checked."""
@@ -118,6 +132,10 @@ class JaxStep(_Step):
 
     def _run(self, ticket: Any, updated: Any, read: Any, args: Any, kwargs: Any) -> Any:
         """Trace the caller's function. Updates come first: JAX gives donated memory to the first outputs like it."""
+        if self._session.on_gpu and getattr(jax.config, "jax_disable_jit", False):  # or it is called, on every step
+            raise RuntimeError(
+                "a step must be jitted, because programs wait and functions do not: unset jax_disable_jit"
+            )
         self._traced = True
         given = dict(zip(_names(self._updated + self._read), [*updated, *read], strict=True))
         trees = {
@@ -159,27 +177,26 @@ class JaxStep(_Step):
 
     def _finish(self, results: Any, fence: Any, stream: torch.cuda.Stream | None) -> Any:
         """Return the results as tensors, which orders torch's current stream after the whole program."""
-        session = self._session
-
-        def tensor_of(array: jax.Array) -> torch.Tensor:
-            tensor = await_result(array, stream)
-            if stream is not None:
-                session._retained.result(tensor, array, stream)
-            return tensor
-
-        def result(leaf: Any) -> Any:
-            if not isinstance(leaf, swa_pallas.PagedCache):
-                return tensor_of(leaf)
-            return with_bases(swa_torch.PagedCache, leaf, [tensor_of(base) for base in leaf.bases])
-
-        # Most steps return one array, for which walking a tree would be a tenth of the crossing.
-        one = isinstance(results, jax.Array)
-        tensors = tensor_of(results) if one else jax.tree.map(result, results, is_leaf=is_cache)
+        if isinstance(results, jax.Array):  # as of most steps; to walk a tree would be a tenth of the crossing
+            tensors = self._tensor(results, stream)
+        else:
+            tensors = jax.tree.map(lambda leaf: self._result(leaf, stream), results, is_leaf=is_cache)
         for array in fence:
-            tensor_of(array)
+            self._tensor(array, stream)
         if stream is None and self._updated:
             self._copy_back()
         return tensors
+
+    def _result(self, leaf: Any, stream: torch.cuda.Stream | None) -> Any:
+        if not isinstance(leaf, swa_pallas.PagedCache):
+            return self._tensor(leaf, stream)
+        return with_bases(swa_torch.PagedCache, leaf, [self._tensor(base, stream) for base in leaf.bases])
+
+    def _tensor(self, array: jax.Array, stream: torch.cuda.Stream | None) -> torch.Tensor:
+        tensor = await_result(array, stream)
+        if stream is not None:
+            self._session._retained.result(tensor, array, stream)
+        return tensor
 
     def _copy_back(self) -> None:
         """Bring updates home to the buffers' memory, which JAX's CPU client cannot write."""
@@ -209,28 +226,27 @@ class JaxStep(_Step):
 class TorchStep(_Step):
     """A torch function of a session's buffers, called from JAX code; made by ``Session.torch_step``."""
 
-    def _step(self, *args: Any, **kwargs: Any) -> Any:
+    def _step(self, args: Any, kwargs: Any) -> Any:
         session = self._session
-        with session._lock, session._on_device():
-            session._enter()
-            arrays: list[jax.Array] = []
+        session._enter()
+        arrays: list[jax.Array] = []
 
-            def argument(path: Any, leaf: Any) -> Any:
-                if not isinstance(leaf, (jax.Array, swa_pallas.PagedCache)):
-                    return leaf
-                arrays.extend(parts(leaf))
-                return export_value(_name(path), leaf)
+        def argument(path: Any, leaf: Any) -> Any:
+            if not isinstance(leaf, (jax.Array, swa_pallas.PagedCache)):
+                return leaf
+            arrays.extend(parts(leaf))
+            return export_value(_name(path), leaf)
 
-            args, kwargs = jax.tree_util.tree_map_with_path(argument, (args, kwargs), is_leaf=is_cache)
-            given = dict(session.tensors)
-            try:
-                results = self._function(given, *args, **kwargs)
-            finally:
-                del args, kwargs
-                if session.on_gpu:
-                    session._retained.read_by_torch(arrays)
-            self._check_kept(given)
-            return jax.tree.map(self._result, results, is_leaf=is_cache)
+        args, kwargs = jax.tree_util.tree_map_with_path(argument, (args, kwargs), is_leaf=is_cache)
+        given = dict(session.tensors)
+        try:
+            results = self._function(given, *args, **kwargs)
+        finally:
+            del args, kwargs
+            if session.on_gpu:
+                session._retained.read_by_torch(arrays)
+        self._check_kept(given)
+        return jax.tree.map(self._result, results, is_leaf=is_cache)
 
     def _check_kept(self, given: Mapping[str, Any]) -> None:
         for buffer in self._session._buffers.values():
@@ -251,11 +267,7 @@ class TorchStep(_Step):
         return array
 
 
-def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return function(*args, **kwargs)
-
-
-_untraced: Callable[..., Any] = torch.compiler.disable(_call)
+_untraced: Callable[..., Any] = torch.compiler.disable(lambda run, args, kwargs: run(args, kwargs))
 """Calls what torch.compile would otherwise trace into: a step breaks the graph and runs as it is."""
 
 

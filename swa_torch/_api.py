@@ -140,8 +140,7 @@ def swa_decode_gated(
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as ``swa_decode``.
     """
-    splits = check_integer("splits", splits, minimum=1)
-    pack = check_integer("pack", pack, minimum=1)
+    splits, pack = _count("splits", splits), _count("pack", pack)
     for name, tensor in (("gate", gate), ("output", output)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
@@ -163,8 +162,8 @@ def _decode(
     sizes of the run.
     """
     traced = torch.compiler.is_compiling()
-    k_tensor = k_scale if isinstance(k_scale, torch.Tensor) else None
-    v_tensor = v_scale if isinstance(v_scale, torch.Tensor) else None
+    k_tensor = k_scale if k_scale is not None and isinstance(k_scale, torch.Tensor) else None
+    v_tensor = v_scale if v_scale is not None and isinstance(v_scale, torch.Tensor) else None
     given = (
         query, key_cache, value_cache, block_table, seq_lens, gate, cu_query_lens, kv_start, kv_end, sinks, k_tensor,
         v_tensor, out, workspace,
@@ -176,8 +175,8 @@ def _decode(
             (
                 window, type(window), query_len, type(query_len), scale, type(scale), softcap, type(softcap), out_dtype,
                 plan.text if type(plan) is Plan else plan, type(plan), backend, batch_invariant, return_lse,
-                None if k_scale is k_tensor else (repr(k_scale), type(k_scale)),
-                None if v_scale is v_tensor else (repr(v_scale), type(v_scale)),
+                None if k_scale is k_tensor else _exactly(k_scale),
+                None if v_scale is v_tensor else _exactly(v_scale),
             ),
         )  # fmt: skip
         done = None if key is None else run_again(key, given)
@@ -214,3 +213,13 @@ def _decode(
         )  # fmt: skip
         remember(key, given, call)
     return (output, lse) if return_lse else output
+
+
+def _count(name: str, number: object) -> int:
+    """Return a number of at least 1; a plain int is spared the question what else is an integer."""
+    return int(number) if type(number) is int and number > 0 else check_integer(name, number, minimum=1)
+
+
+def _exactly(number: object) -> tuple[object, type]:
+    """Return what tells a number from all that compare equal to it."""
+    return (number, float) if type(number) is float and number else (repr(number), type(number))

@@ -8,20 +8,24 @@ that want to see an operator, gradients, another current device, an output that 
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from swa_torch._launcher import Addresses, Run, device_getter, is_hooked, make_run, stream_getter
 
 if TYPE_CHECKING:
     from swa_torch._call import DecodeCall
     from swa_torch._triton._launch import Launch
 
 REMEMBERED_CALLS = 4096
-_ALIGNMENT = 15
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_PARTS_OF_COMPLEX = frozenset(
+    value.to_real() for value in vars(torch).values() if isinstance(value, torch.dtype) and value.is_complex
+)
+"""What ``conj().imag`` can be: no tensor of another dtype waits to be negated, and asking costs as much as a stride."""
 
 TENSORS = (
     "query", "key_cache", "value_cache", "block_table", "seq_lens", "gate", "cu_query_lens", "kv_start", "kv_end",
@@ -30,41 +34,52 @@ TENSORS = (
 """The order in which a call's tensors come here."""
 
 _OUTPUT, _WORKSPACE = TENSORS.index("output"), TENSORS.index("workspace")
-_ALIGNED = (*(TENSORS.index(name) for name in ("query", "key_cache", "value_cache")), _OUTPUT)
-_SOURCES = {
-    "Query": "query", "KeyCache": "key_cache", "ValueCache": "value_cache", "BlockTable": "block_table",
-    "SeqLens": "seq_lens", "CuQueryLens": "cu_query_lens", "KvStart": "kv_start", "KvEnd": "kv_end",
-    "KScale": "k_scale", "VScale": "v_scale", "Sinks": "sinks", "Gate": "gate", "Output": "output",
-}  # fmt: skip
-_PARTIALS, _LSE = ("Partial", "PartialLse"), "Lse"
+_ARGUMENTS = (
+    "Query", "KeyCache", "ValueCache", "BlockTable", "SeqLens", "Gate", "CuQueryLens", "KvStart", "KvEnd", "Sinks",
+    "KScale", "VScale", "Output", "Partial", "PartialLse", "Lse",
+)  # fmt: skip
+"""A call's addresses as its kernels name them: those of ``TENSORS``, the workspace's two parts, the LSE; then None."""
 
 Key = tuple[Any, ...]
 
 
-class Kernel(NamedTuple):
-    """A compiled kernel: how to run it, its arguments in order, and which of them are addresses of this call.
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """How a kernel is launched; ``compiled`` is kept because Triton unloads a kernel that nobody refers to."""
 
-    ``compiled`` is kept because Triton unloads a kernel that nobody refers to.
+    run: Run
+    compiled: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """What a remembered call needs to run: kernels, what to allocate, and what was true of its addresses.
+
+    Attributes:
+        kernels: in order.
+        device: index of the GPU.
+        current_device: returns the index of the current GPU.
+        stream_of: returns the current stream of a GPU.
+        misaligned: see ``_misaligned``.
+        reaches: by place in ``TENSORS``, bytes from a tensor's first element to the end of its last.
+        shape: of the output.
+        dtype: of the output where it is not the query's.
+        lse_shape: of the LSE, if it is returned.
+        scratch: elements of the query's dtype that make a workspace; 0 where none is needed.
+        lse_offset: bytes from a workspace's start to its LSEs.
     """
 
-    run: Callable[..., None]
-    compiled: Any
-    arguments: list[Any]
-    addresses: list[tuple[int, int]]
-    partials: list[tuple[int, int]]
-    lse: int | None
-
-
-class Again(NamedTuple):
-    """What a remembered call needs to run: kernels, what to allocate, and what was true of its addresses."""
-
-    kernels: list[Kernel]
-    device: torch.device
+    kernels: tuple[Kernel, ...]
+    device: int | None
+    current_device: Callable[[], int]
+    stream_of: Callable[[int | None], int]
     misaligned: tuple[int, ...]
-    reaches: tuple[int, ...]
-    output: tuple[tuple[int, ...], torch.dtype]
-    lse: tuple[int, ...] | None
-    workspace_bytes: int
+    reaches: dict[int, int]
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    lse_shape: tuple[int, ...] | None
+    scratch: int
+    lse_offset: int
 
 
 _remembered: dict[Key, Again] = {}
@@ -78,19 +93,20 @@ def key_of(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Key | None:
     """
     if not _is_candidate(tensors[0]) or is_observed():
         return None
+    grads = torch.is_grad_enabled()
     try:
         looks = tuple([
             None
             if tensor is None
             else (
-                type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad,
-                tensor.is_neg(),
+                type(tensor), tensor.shape, tensor.stride(), dtype := tensor.dtype, tensor.device,
+                grads and tensor.requires_grad, dtype in _PARTS_OF_COMPLEX and tensor.is_neg(),
             )
             for tensor in tensors
         ])  # fmt: skip
     except (AttributeError, RuntimeError):  # something that is no tensor, or no tensor with memory
         return None
-    return looks, options, torch.is_grad_enabled()
+    return looks, options
 
 
 def _is_candidate(query: object) -> bool:
@@ -103,40 +119,31 @@ def run_again(key: Key, tensors: tuple[Any, ...]) -> tuple[torch.Tensor, Any] | 
         again = _remembered.get(key)
     except TypeError:  # an option that cannot be hashed, which the long way refuses
         return None
-    if again is None:
+    if again is None or again.current_device() != again.device or is_hooked():
         return None
-    index = again.device.index
-    if torch.cuda.current_device() != index or _hooked():
-        return None
-    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    output = tensors[_OUTPUT]
-    query = tensors[0]
+    addresses: Addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    query, output = tensors[0], tensors[_OUTPUT]
     if output is None:
         # Of its own dtype, and with sizes one by one: half the cost of any other way to allocate.
-        shape, dtype = again.output
-        output = query.new_empty(*shape) if dtype == query.dtype else query.new_empty(shape, dtype=dtype)
+        dtype = again.dtype
+        output = query.new_empty(*again.shape) if dtype is None else query.new_empty(again.shape, dtype=dtype)
         addresses[_OUTPUT] = output.data_ptr()
     elif _may_overlap(_OUTPUT, addresses, again.reaches):
         return None
-    if tuple([addresses[i] & _ALIGNMENT for i in _ALIGNED]) != again.misaligned:
+    if _misaligned(addresses) != again.misaligned:
         return None
     workspace = addresses[_WORKSPACE]
-    if again.workspace_bytes and not workspace:
-        scratch = query.new_empty(-(-again.workspace_bytes // query.itemsize))
-        workspace = scratch.data_ptr()
-    elif workspace and (workspace % 256 or _may_overlap(_WORKSPACE, addresses, again.reaches)):
-        return None
-    lse = None if again.lse is None else query.new_empty(again.lse, dtype=torch.float32)
-    stream = _stream_getter()(index)
+    if workspace is not None:
+        if workspace % 256 or _may_overlap(_WORKSPACE, addresses, again.reaches):
+            return None
+    elif again.scratch:
+        scratch = query.new_empty(again.scratch)
+        addresses[_WORKSPACE] = workspace = scratch.data_ptr()
+    lse = None if again.lse_shape is None else query.new_empty(again.lse_shape, dtype=torch.float32)
+    addresses += ((workspace or 0) + again.lse_offset, None if lse is None else lse.data_ptr(), None)
+    stream = again.stream_of(again.device)
     for kernel in again.kernels:
-        arguments = kernel.arguments.copy()
-        for position, source in kernel.addresses:
-            arguments[position] = addresses[source]
-        for position, offset in kernel.partials:
-            arguments[position] = workspace + offset
-        if kernel.lse is not None and lse is not None:
-            arguments[kernel.lse] = lse.data_ptr()
-        kernel.run(stream, arguments)
+        kernel.run(stream, addresses)
     return output, lse
 
 
@@ -161,67 +168,40 @@ def remember(key: Key, tensors: tuple[Any, ...], call: DecodeCall) -> None:
 def _again(tensors: tuple[Any, ...], call: DecodeCall) -> Again:
     from swa_torch._triton import _launch
 
-    kernels = []
-    partials_at, workspace_bytes = call.plan.workspace_layout(call.query.shape[0])
+    lse_offset, workspace_bytes = call.plan.workspace_layout(call.query.shape[0])
     with _launch.device_guard(call.output.device):
-        for launch in _launch.launches(call):
-            compiled = launch.kernel.warmup(grid=launch.grid, **launch.arguments, **launch.options)
-            kernels.append(_kernel(launch, compiled, partials_at))
-    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    addresses[_OUTPUT] = call.output.data_ptr()
+        kernels = tuple([_kernel(launch) for launch in _launch.launches(call)])
+    used = [*tensors[:_OUTPUT], call.output, *tensors[_OUTPUT + 1 :]]
     return Again(
-        kernels,
-        call.output.device,
-        tuple([addresses[i] & _ALIGNMENT for i in _ALIGNED]),
-        tuple([0 if tensor is None else _reach(tensor) for tensor in tensors]),
-        (tuple(call.output.shape), call.output.dtype),
-        None if call.lse is None else tuple(call.lse.shape),
-        workspace_bytes,
+        kernels=kernels,
+        device=call.output.device.index,
+        current_device=device_getter(),
+        stream_of=stream_getter(),
+        misaligned=_misaligned([None if tensor is None else tensor.data_ptr() for tensor in used]),
+        reaches={place: _reach(tensor) for place, tensor in enumerate(used) if tensor is not None},
+        shape=tuple(call.output.shape),
+        dtype=None if call.output.dtype == call.query.dtype else call.output.dtype,
+        lse_shape=None if call.lse is None else tuple(call.lse.shape),
+        scratch=-(-workspace_bytes // call.query.itemsize),
+        lse_offset=lse_offset,
     )
 
 
-def _kernel(launch: Launch, compiled: Any, partials_at: int) -> Kernel:
+def _kernel(launch: Launch) -> Kernel:
+    """Return what launches a kernel again; its tensors are its first arguments."""
+    compiled = launch.kernel.warmup(grid=launch.grid, **launch.arguments, **launch.options)
     names = launch.kernel.arg_names
-    arguments = [launch.arguments[name] for name in names]
-    addresses, partials, lse = [], [], None
-    for position, name in enumerate(names):
-        if not isinstance(arguments[position], torch.Tensor):
-            continue
-        arguments[position] = 0  # filled in at each call; nothing is kept alive
-        if name in _SOURCES:
-            addresses.append((position, TENSORS.index(_SOURCES[name])))
-        elif name in _PARTIALS:
-            partials.append((position, partials_at if name == _PARTIALS[1] else 0))
-        elif name == _LSE:
-            lse = position
-        else:
-            raise ValueError(f"{name} must be one of a call's tensors")
-    return Kernel(_launcher(compiled, launch.grid), compiled, arguments, addresses, partials, lse)
+    tensors = [name for name in names if name in _ARGUMENTS]
+    numbers = [launch.arguments[name] for name in names[len(tensors) :]]
+    if tensors != names[: len(tensors)] or any(isinstance(number, torch.Tensor) for number in numbers):
+        raise ValueError(f"a kernel's first arguments must be tensors of a call, and no others, got {names}")
+    places = [len(_ARGUMENTS) if launch.arguments[name] is None else _ARGUMENTS.index(name) for name in tensors]
+    return Kernel(make_run(compiled, launch.grid, places, numbers), compiled)
 
 
-_LAUNCHER_PARAMETERS = ["gridX", "gridY", "gridZ", "stream", "function"]
-
-
-def _launcher(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
-    """Return ``run(stream, arguments)`` of a compiled kernel.
-
-    Triton's launcher is called without the metadata and the hooks of its profiler, which cost as much as the launch
-    (``_hooked`` sends calls that a profiler watches the long way). A Triton whose launcher takes other arguments is
-    asked as its documentation has it.
-    """
-    launcher = getattr(compiled, "run", None)
-    if launcher is not None and _parameters(launcher)[:5] == _LAUNCHER_PARAMETERS:
-        first = (compiled.function, compiled.packed_metadata, None, None, None)
-        return lambda stream, arguments: launcher(*grid, stream, *first, *arguments)
-    runner = compiled[grid]
-    return lambda stream, arguments: runner(*arguments, stream=stream)
-
-
-def _parameters(function: Callable[..., Any]) -> list[str]:
-    try:
-        return list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return []
+def _misaligned(addresses: Addresses) -> tuple[int, ...]:
+    """Return query, caches and output modulo 16: the addresses that Triton compiles for."""
+    return addresses[0] % 16, addresses[1] % 16, addresses[2] % 16, addresses[_OUTPUT] % 16
 
 
 def _reach(tensor: torch.Tensor) -> int:
@@ -232,11 +212,15 @@ def _reach(tensor: torch.Tensor) -> int:
     return (reach + 1) * tensor.element_size()
 
 
-def _may_overlap(written: int, addresses: list[int], reaches: tuple[int, ...]) -> bool:
+def _may_overlap(written: int, addresses: Addresses, reaches: dict[int, int]) -> bool:
     """Whether the bytes between the ends of a tensor that is written touch those of another."""
     start = addresses[written]
     stop = start + reaches[written]
-    return any(address < stop and start < address + reaches[i] and i != written for i, address in enumerate(addresses))
+    for place, reach in reaches.items():
+        address = addresses[place]
+        if address < stop and start < address + reach and place != written:
+            return True
+    return False
 
 
 def _probe() -> Callable[[], bool]:
@@ -258,27 +242,3 @@ def _probe() -> Callable[[], bool]:
 
 
 is_observed = _probe()
-
-
-@functools.cache
-def _stream_getter() -> Callable[[int], int]:
-    """Return Triton's own way to torch's current stream, which costs a tenth of a ``torch.cuda.Stream``."""
-    from triton.runtime import driver
-
-    return driver.active.get_current_stream  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _hooked() -> bool:
-    """Whether a profiler of Triton's own (Proton) watches launches."""
-    runtime = _runtime_knobs()
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(enter is not None and getattr(enter, "calls", True)) or bool(
-        leave is not None and getattr(leave, "calls", True)
-    )
-
-
-@functools.cache
-def _runtime_knobs() -> Any:
-    from triton import knobs
-
-    return knobs.runtime

@@ -62,6 +62,7 @@ def gpu(monkeypatch):
     """Return a `Gpu`."""
     gpu = Gpu()
     monkeypatch.setattr(Session, "_current_stream", lambda session: gpu.stream)
+    monkeypatch.setattr(_session, "_stream_id", lambda index: gpu.stream)
     monkeypatch.setattr(Session, "_on_device", lambda session: _session.nullcontext())
     for module in (_retained, _session):
         monkeypatch.setattr(module, "synchronise", lambda device: gpu.log.append("synchronise"))
@@ -237,3 +238,50 @@ def test_steps_must_be_jitted(gpu, x):
     session = gpu.session({"x": x})
     with jax.disable_jit(), pytest.raises(RuntimeError, match="jax_disable_jit"):
         session.jax_step(doubled)()
+
+
+def test_steps_must_be_jitted_once_they_are_compiled_too(gpu, x):
+    session = gpu.session({"x": x})
+    step = session.jax_step(doubled)
+    step()
+    with jax.disable_jit(), pytest.raises(RuntimeError, match="jax_disable_jit"):
+        step()
+    assert step().tolist() == [0.0, 2.0, 4.0, 6.0]
+
+
+def test_what_is_let_go_before_the_export_and_after_it(gpu, x, monkeypatch):
+    """The ticket while XLA launches; old results only when it has, because others may get their memory at once."""
+
+    def punch(ticket, stream):
+        array = jnp.zeros(16, jnp.int32)
+        weakref.finalize(array, gpu.log.append, "ticket let go")
+        return array
+
+    def await_result(array, stream):
+        gpu.log.append("export")
+        weakref.finalize(array, gpu.log.append, "result let go")
+        return torch.from_dlpack(array)
+
+    monkeypatch.setattr(_fence.Ticket, "punch", punch)
+    monkeypatch.setattr(_steps, "await_result", await_result)
+    session = gpu.session({"x": x})
+    step = session.jax_step(doubled)
+    step()
+    gc.collect()
+    gpu.log.clear()
+    step()
+    assert gpu.log == ["ticket let go", "export", "result let go"]
+
+
+def test_a_step_makes_the_sessions_device_the_current_one(gpu, x, monkeypatch):
+    """Unless it is, or torch has no other."""
+    session = gpu.session({"x": x})
+    steps = [session.jax_step(doubled), session.torch_step(lambda buffers: None)]
+    monkeypatch.setattr(Session, "_on_device", lambda session: _session.nullcontext(gpu.log.append("device")))
+    for only_device, current, expected in [(False, 1, 2), (False, session._index, 0), (True, 1, 0)]:
+        session._only_device = only_device
+        monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
+        for step in steps:
+            step()
+        assert gpu.log.count("device") == expected
+        gpu.log.clear()

@@ -48,6 +48,19 @@ def test_a_tensor_that_was_given_other_memory(session, x, move):
             work()
 
 
+def test_the_buffer_that_was_moved_is_named(session):
+    session.tensors["y"].data = torch.zeros(4)
+    with pytest.raises(RuntimeError, match=r"buffers\['y'\] must stay where it was registered"):
+        session.jax_step(lambda buffers: buffers["x"].sum())()
+
+
+def test_two_tensors_that_changed_places(session, x):
+    y = session.tensors["y"]
+    x.data, y.data = y.data, x.data
+    with pytest.raises(RuntimeError, match=r"buffers\['x'\] must stay where it was registered"):
+        session.jax_step(lambda buffers: buffers["x"].sum())()
+
+
 def test_an_import_keeps_the_memory_it_was_made_on():
     """The capsule of a tensor holds the tensor, which `.data =` sends elsewhere."""
     tensor = torch.ones(1 << 16)

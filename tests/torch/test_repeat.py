@@ -3,9 +3,11 @@
 On the CPU the kernels are stand-ins that note what they are launched with; on a GPU results are compared bit by bit.
 """
 
+import gc
 import subprocess
 import sys
 import warnings
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from swa_plan import DeviceProfile, Plan
 from swa_torch import PagedCache, _planning, _repeat, plan_for, swa_decode, swa_decode_gated
 from tests.torch.helpers import make_step, normal, same_bits
+from tests.torch.launchers import Compiled, Launcher
 
 if _planning.choose_kernel(torch.device("cpu"), None) == "interpret":
     pytest.skip("Triton interprets in this process, so kernels have no launch to repeat", allow_module_level=True)
@@ -41,11 +44,11 @@ class StandIn:
         self.looked_up += 1
 
     def warmup(self, *, grid, **arguments):
-        def run(gridX, gridY, gridZ, stream, function, metadata, launch_metadata, enter, leave, *values):
-            assert (function, metadata, launch_metadata, enter, leave) == ("function", "metadata", None, None, None)
-            self.launched.append(((gridX, gridY, gridZ), dict(zip(self.arg_names, values, strict=True)), stream))
+        def launch(gridX, gridY, gridZ, stream, *values):
+            assert values[:9] == (11, False, True, None, None, (4, 1, 0), None, None, None)
+            self.launched.append(((gridX, gridY, gridZ), dict(zip(self.arg_names, values[9:], strict=True)), stream))
 
-        return SimpleNamespace(run=run, function="function", packed_metadata="metadata")
+        return Compiled(Launcher(launch))
 
 
 @pytest.fixture
@@ -58,10 +61,11 @@ def kernels(monkeypatch):
         monkeypatch.setattr(module, "device_profile", lambda device: H200)
     monkeypatch.setattr(_planning, "choose_kernel", lambda device, backend: "portable")
     monkeypatch.setattr(_repeat, "_is_candidate", lambda query: type(query) is torch.Tensor)
-    monkeypatch.setattr(_repeat, "_stream_getter", lambda: lambda index: 7)
+    monkeypatch.setattr(_repeat, "stream_getter", lambda: lambda index: 7)
     monkeypatch.setattr(_repeat, "_remembered", {})
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    return SimpleNamespace(split=split, combine=combine)
+    found = SimpleNamespace(split=split, combine=combine, current_device=None)
+    monkeypatch.setattr(_repeat, "device_getter", lambda: lambda: found.current_device)
+    return found
 
 
 @pytest.fixture
@@ -134,7 +138,53 @@ def test_lse_and_callers_memory(kernels, step):
     ((_, split, _),) = kernels.split.launched
     ((_, combine, _),) = kernels.combine.launched
     assert (split["Output"], split["Partial"]) == (out.data_ptr(), workspace.data_ptr())
+    assert split["PartialLse"] - split["Partial"] == plan.workspace_layout(4)[0]
     assert combine["Lse"] == lse.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_made_for_a_repeated_call(kernels, monkeypatch, dtype):
+    """An output of another dtype than the query's, and scratch that holds the fp32 partials whatever the query's."""
+    step = make_step(max_blocks=4, dtype=dtype)
+    plan = two_splits(step)
+    swa_decode(*step, window=WINDOW, plan=plan, out_dtype=torch.float32)
+    made = []
+
+    def note(self, *sizes, **options):
+        made.append(torch.empty(*sizes, **{"dtype": self.dtype, **options}))
+        return made[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_empty", note)
+        out = swa_decode(*step, window=WINDOW, plan=plan, out_dtype=torch.float32)
+    output, scratch = made
+    assert out is output
+    assert (output.shape, output.dtype) == ((4, HEADS, DIM), torch.float32)
+    assert scratch.nbytes >= plan.workspace_layout(4)[1]
+    ((_, split, _),) = kernels.split.launched
+    assert (split["Output"], split["Partial"]) == (output.data_ptr(), scratch.data_ptr())
+
+
+def test_workspaces_are_refused_again(kernels, step):
+    """A workspace of another alignment, over an input, or under the output."""
+    plan = two_splits(step)
+    room = torch.empty(4 * plan.workspace_bytes, dtype=torch.uint8)
+    room = room[-room.data_ptr() % 256 :]
+    workspace, out = room[: plan.workspace_bytes], torch.empty(4, HEADS, DIM)
+
+    def call(query=step.query, out=out, workspace=workspace):
+        return swa_decode(query, *step[1:], window=WINDOW, plan=plan, out=out, workspace=workspace)
+
+    call()
+    assert launched_directly(kernels, call)
+    inside = workspace[: out.nbytes].view(torch.float32).view(out.shape)
+    for wrong, words in (
+        ({"workspace": room[16 : 16 + plan.workspace_bytes]}, "256"),
+        ({"query": inside}, "workspace must not overlap"),
+        ({"out": inside}, "must not overlap"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call(**wrong)
 
 
 def launched_directly(kernels, call):
@@ -167,9 +217,10 @@ def test_a_call_that_looks_different_is_checked_anew(kernels, step, other):
     assert launched_directly(kernels, lambda: swa_decode(*step, window=WINDOW))
 
 
-def test_a_lazily_negated_gate_is_negated(kernels, step):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_lazily_negated_gate_is_negated(kernels, step, dtype):
     """``conj().imag`` is a plain tensor whose memory holds the opposite: only operators know."""
-    numbers = torch.view_as_complex(normal(4, HEADS, 2))
+    numbers = torch.view_as_complex(normal(4, HEADS, 2).to(dtype))
     negated = numbers.conj().imag
     assert negated.is_neg()
     plain = numbers.imag
@@ -177,6 +228,15 @@ def test_a_lazily_negated_gate_is_negated(kernels, step):
         direct = launched_directly(kernels, lambda gate=gate: swa_decode(*step, window=WINDOW, gate=gate))
         assert not (direct and gate.is_neg())
     assert launched_directly(kernels, lambda: swa_decode(*step, window=WINDOW, gate=plain))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.int32])
+def test_tensors_that_are_not_asked_cannot_be_negated(dtype):
+    """Only ``conj().imag`` waits to be negated, and these are no part of a complex number."""
+    assert dtype not in _repeat._PARTS_OF_COMPLEX
+    real = torch.zeros(2, 2, dtype=dtype)
+    with pytest.raises(RuntimeError, match="only supported for half, float and double"):
+        torch.view_as_complex(real)
 
 
 def test_a_plan_of_another_type_is_refused_again(kernels, step):
@@ -231,11 +291,21 @@ def test_what_cannot_be_remembered_does_not_fail_the_call(kernels, step, monkeyp
     assert kernels.split.looked_up == 3
 
 
+@pytest.mark.parametrize("names", [["Query", "splits", "Lse"], ["Query", "Stranger"]])
+def test_a_kernel_whose_tensors_do_not_come_first_is_refused(names):
+    """Its addresses would land in the wrong places."""
+    others = {"splits": 2, "Lse": None}
+    arguments = {name: others.get(name, torch.zeros(1)) for name in names}
+    kernel = SimpleNamespace(arg_names=names, warmup=lambda **options: None)
+    with pytest.raises(ValueError, match="first arguments must be tensors of a call"):
+        _repeat._kernel(_launch.Launch(kernel, (1, 1, 1), arguments, {}))
+
+
 def test_compiled_kernels_are_kept(kernels, step):
     """Triton unloads a kernel that nobody refers to."""
     swa_decode(*step, window=WINDOW)
     ((again,),) = ([*_repeat._remembered.values()],)
-    assert again.kernels[0].compiled.function == "function"
+    assert again.kernels[0].compiled.function == 11
 
 
 def test_imported_under_a_mode():
@@ -244,9 +314,11 @@ def test_imported_under_a_mode():
     assert output.strip() == "False"
 
 
-@pytest.mark.parametrize("wrong", [{"window": True}, {"window": 16.0}, {"query_len": True}, {"scale": True}])
+@pytest.mark.parametrize(
+    "wrong", [{"window": True}, {"window": 16.0}, {"query_len": True}, {"scale": True}, {"k_scale": True}]
+)
 def test_options_that_only_compare_equal_are_refused_again(kernels, step, wrong):
-    right = {"window": WINDOW, "query_len": 1, "scale": 1.0}
+    right = {"window": WINDOW, "query_len": 1, "scale": 1.0, "k_scale": 1.0}
     for _ in range(2):
         swa_decode(*step, **right)
     if wrong == {"window": True}:
@@ -339,10 +411,10 @@ def test_an_unknown_launcher_is_asked_as_documented(kernels, step, monkeypatch):
     assert [(grid, stream) for grid, _, stream in runs] == [((4 * 2, 2, 1), 7), ((4, HEADS, 1), 7)]
 
 
-def test_another_current_device_takes_the_long_way(kernels, step, monkeypatch):
+def test_another_current_device_takes_the_long_way(kernels, step):
     for _ in range(2):
         swa_decode(*step, window=WINDOW)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    kernels.current_device = 3
     assert not launched_directly(kernels, lambda: swa_decode(*step, window=WINDOW))
 
 
@@ -351,6 +423,7 @@ def test_subclasses_are_never_remembered(kernels, step):
         pass
 
     table = step.block_table.as_subclass(Table)
+    swa_decode(*step, window=WINDOW)
     for _ in range(3):
         assert not launched_directly(kernels, lambda: swa_decode(*step[:2], table, step.seq_lens, window=WINDOW))
 
@@ -362,11 +435,20 @@ def test_no_more_calls_are_remembered_than_said(kernels, step, monkeypatch):
         assert len(_repeat._remembered) <= 3
 
 
-def test_nothing_is_kept_alive(kernels, step):
-    query = torch.randn(4, HEADS, DIM)
-    swa_decode(query, *step[1:], window=WINDOW)
-    kept = [value for again in _repeat._remembered.values() for kernel in again.kernels for value in kernel.arguments]
-    assert not any(isinstance(value, torch.Tensor) for value in kept)
+def test_nothing_is_kept_alive(kernels):
+    def call():
+        step = make_step(max_blocks=4)
+        gate = gate_like(step)
+        out, lse = swa_decode(*step, window=WINDOW, gate=gate, return_lse=True)
+        return [weakref.ref(tensor) for tensor in (step.query, *step.cache.bases, *step[2:], gate, out, lse)]
+
+    call()
+    assert len(_repeat._remembered) == 1
+    kernels.split.launched.clear()
+    kept = call()
+    assert kernels.split.launched
+    gc.collect()
+    assert not [found for reference in kept if (found := reference()) is not None]
 
 
 def test_the_original_signature_repeats_too(kernels, step):
@@ -381,6 +463,20 @@ def test_the_original_signature_repeats_too(kernels, step):
 
     call()
     assert launched_directly(kernels, call)
+
+
+@pytest.mark.parametrize("wrong", [{"splits": True}, {"pack": True}, {"splits": 1.0}, {"pack": 1.0}])
+def test_splits_and_packs_that_only_compare_equal_are_refused_again(kernels, step, wrong):
+    def call(**chosen):
+        swa_decode_gated(
+            step.query, *step.cache.views(), *step[2:], gate_like(step), torch.empty(4, HEADS, DIM), scale=0.1,
+            window=WINDOW, query_len=1, **{"splits": 1, "pack": 1, **chosen},
+        )  # fmt: skip
+
+    for _ in range(2):
+        call()
+    with pytest.raises(TypeError, match=f"{next(iter(wrong))} must be an integer"):
+        call(**wrong)
 
 
 @pytest.mark.gpu
@@ -404,6 +500,22 @@ def test_bits_on_a_gpu(splits, cache_dtype):
         again = swa_decode(*args, **options, return_lse=True)
         assert same_bits(repeated, again)
     assert len(_repeat._remembered) == 1
+
+
+@pytest.mark.gpu
+def test_the_launchers_python_is_passed_by(monkeypatch):
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    step = make_step((300, 5), k_dim=128, v_dim=128, max_blocks=32, dtype=torch.bfloat16, device="cuda")
+    problem = plan_for(*step[:3], window=128).problem
+    plan = Plan.from_splits(problem, 3, device=H200)
+    first = swa_decode(*step, window=128, plan=plan)
+
+    def called(*arguments):
+        raise AssertionError("called")
+
+    monkeypatch.setattr(CudaLauncher, "__call__", called)
+    assert same_bits(first, swa_decode(*step, window=128, plan=plan))
 
 
 @pytest.mark.gpu
