@@ -17,8 +17,9 @@ from benchmarks.results import FLOOR, OURS, CaseResult, Run
 
 _INK, _MUTED, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
 COLOURS = {
-    FLOOR: "#9aa5b1", OURS: "#2563eb", "torch eager": "#93c5fd", "jax jit": "#0f766e", "jax single": "#5eead4",
-    "original": "#ea580c", "unified": "#65a30d", "fa3 + gate": "#be123c", "xla gather": "#7c3aed",
+    FLOOR: "#9aa5b1", OURS: "#2563eb", "torch gluon": "#0891b2", "torch eager": "#93c5fd", "jax jit": "#0f766e",
+    "jax single": "#5eead4", "original": "#ea580c", "unified": "#65a30d", "fa3 + gate": "#be123c",
+    "xla gather": "#7c3aed",
 }  # fmt: skip
 
 

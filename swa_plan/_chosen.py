@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from swa_plan._costs import Tile, faults, shared_bytes
 from swa_plan._device import DeviceProfile
+from swa_plan._hopper import HOPPER_TILE, hopper_rows, hopper_shared_bytes
 from swa_plan._plan import Plan
 from swa_plan._plan import plan as make_plan
 from swa_plan._problem import Problem
@@ -54,19 +55,38 @@ def check_chosen(
 
 
 def check_fits(plan: Plan, profile: DeviceProfile) -> None:
-    """Check that a portable plan's programs fit into a device's shared memory, and are none that may fault.
+    """Check that a plan's programs fit into a device's shared memory, and are of a form that its kernel has.
 
     Raises:
         ValueError: naming the plan's fields and both sizes, or the rule.
     """
+    if plan.kernel not in ("portable", "hopper"):
+        return
+    if plan.runs_hopper:
+        _check_hopper_form(plan)
+        _check_shared(plan, hopper_shared_bytes(plan.problem, plan.pack, plan.splits, plan.stages), profile)
+        return
     tile = Tile(plan.tile, plan.warps, plan.stages)
-    if plan.kernel == "portable" and faults(plan.problem, plan.rows, tile):
+    if faults(plan.problem, plan.rows, tile):
         raise ValueError(
             f"plan.tile must be at most 32 where a {plan.problem.cache_dtype} cache meets more than 32 rows a program "
             f"(larger ones may fault), got plan.tile={plan.tile} with plan.pack={plan.pack}"
         )
-    needed = shared_bytes(plan.problem, plan.rows, tile)
-    if plan.kernel == "portable" and needed > profile.shared_memory:
+    _check_shared(plan, shared_bytes(plan.problem, plan.rows, tile), profile)
+
+
+def _check_hopper_form(plan: Plan) -> None:
+    """Check tile and warps: products have 64 keys, and each warpgroup at least 8 of a program's rows."""
+    rows = hopper_rows(plan.problem, plan.pack)
+    if plan.tile != HOPPER_TILE:
+        raise ValueError(f"plan.tile must be {HOPPER_TILE} for kernel 'hopper', got {plan.tile}")
+    if plan.warps % 4 or plan.warps * 2 > rows:
+        choices = " or ".join(str(warps) for warps in (4, 8, 16, 32) if warps * 2 <= rows)
+        raise ValueError(f"plan.warps must be {choices} for kernel 'hopper' with {rows} rows, got {plan.warps}")
+
+
+def _check_shared(plan: Plan, needed: int, profile: DeviceProfile) -> None:
+    if needed > profile.shared_memory:
         raise ValueError(
             f"plan.tile={plan.tile}, plan.stages={plan.stages}, plan.pack={plan.pack} (made for {plan.device!r}) need "
             f"up to {needed} bytes of shared memory: {profile.name} has {profile.shared_memory}"

@@ -14,6 +14,7 @@ from swa_plan._checks import check_integer
 from swa_plan._choose import MAX_PACKED_ROWS, choices, choose_tile
 from swa_plan._costs import padded_rows
 from swa_plan._device import DeviceProfile
+from swa_plan._hopper import HOPPER_CAPABILITY, HOPPER_GRANULE, hopper_choice, hopper_rows, why_not_hopper
 from swa_plan._problem import Problem
 from swa_plan._shapes import ceil_div
 from swa_plan._tiles import invariant_tile
@@ -33,8 +34,8 @@ class Plan:
 
     Attributes:
         problem: the shape that this plan serves; any batch up to ``problem.max_requests``.
-        kernel: ``portable`` (Triton; Pallas lowered through Triton), ``hopper``, ``ops`` (plain framework operations)
-            or ``interpret`` (the portable kernel, interpreted on the CPU).
+        kernel: ``portable`` (Triton; Pallas lowered through Triton), ``hopper`` (Gluon, sm_90), ``ops`` (plain
+            framework operations) or ``interpret`` (the portable kernel, interpreted on the CPU).
         pack: consecutive rows of a request that one program takes.
         splits: chunks that a request's live keys are cut into.
         tile: keys that one step of a program's loop takes, a power of two.
@@ -115,6 +116,25 @@ class Plan:
         return padded_rows(self.problem, self.pack)
 
     @property
+    def runs_hopper(self) -> bool:
+        """Whether the Hopper kernel takes this plan, as far as its shape decides."""
+        return self.kernel == "hopper" and self.why_handed_over is None
+
+    @property
+    def why_handed_over(self) -> str | None:
+        """Why kernel ``hopper`` hands this plan to the portable kernel; None where it does not, and for others."""
+        if self.kernel != "hopper":
+            return None
+        if self.batch_invariant:
+            return "it does not cut chunks at absolute positions"
+        return why_not_hopper(self.problem)
+
+    @property
+    def granule(self) -> int:
+        """Keys that chunks are whole multiples of."""
+        return HOPPER_GRANULE if self.runs_hopper else self.tile
+
+    @property
     def row_tiles(self) -> int:
         """Programs that share one request's rows."""
         return ceil_div(self.problem.query_len, self.pack)
@@ -178,23 +198,26 @@ class Plan:
         problem = self.problem
         requests = problem.max_requests
         keys = problem.nominal_keys
+        rows = hopper_rows(problem, self.pack) if self.runs_hopper else self.rows
         lines = [
             f"kernel {self.kernel} on {self.device or 'any device'}",
             f"{problem.heads} query heads over {problem.kv_heads} kv heads (group {problem.group}), head size "
             f"{problem.k_dim}/{problem.v_dim}, window {problem.window}, {problem.query_len} row(s) a request",
             f"pack {self.pack}: a program takes {self.pack} row(s) x {problem.head_tile} heads "
-            f"= {self.pack * problem.head_tile} of {self.rows} matrix rows",
+            f"= {self.pack * problem.head_tile} of {rows} matrix rows",
             f"splits {self.splits}: {keys} live keys at most, "
             + (
                 f"chunks of {self.chunk} keys cut at absolute positions (batch-invariant)"
                 if self.batch_invariant
-                else f"about {ceil_div(ceil_div(keys, self.tile), self.splits) * self.tile} keys a program"
+                else f"about {ceil_div(ceil_div(keys, self.granule), self.splits) * self.granule} keys a program"
             ),
             f"tile {self.tile} keys, {self.warps} warps, {self.stages} stages",
             f"{self.programs(requests)} x {self.splits} programs at {requests} requests, "
             f"{self.workspace_bytes} bytes of workspace",
             f"reads {requests * min(keys, problem.capacity) * problem.key_bytes} bytes of keys and values at most",
         ]
+        if self.why_handed_over is not None:
+            lines[0] += f", which hands this plan to the portable kernel: {self.why_handed_over}"
         return "\n".join(lines)
 
 
@@ -211,7 +234,8 @@ def plan(
     Args:
         problem: the step's shape.
         device: what the step runs on.
-        kernel: ``portable``, ``ops`` or ``interpret``; None takes ``portable`` on a GPU and ``ops`` on a CPU.
+        kernel: ``portable``, ``hopper``, ``ops`` or ``interpret``; None takes ``portable`` on a GPU and ``ops`` on a
+            CPU. ``hopper`` hands the problems that it does not take, and batch-invariant plans, to ``portable``.
         batch_invariant: choose from (row bound, heads, dims, dtype, window, table width) alone, so that a request's
             bits do not depend on the batch it is in.
         dependent_launch: for ``portable``, whether a kernel starts while the one before it ends, as Triton's do (CUDA's
@@ -227,11 +251,13 @@ def plan(
         kernel = "portable" if device.capability else "ops"
     if kernel == "portable" and not device.capability:
         raise ValueError(f"kernel 'portable' needs a GPU, got device {device.name!r}")
-    if kernel == "hopper":
-        raise ValueError("kernel must be 'portable', 'ops' or 'interpret' in this version, got 'hopper'")
+    if kernel == "hopper" and device.capability != HOPPER_CAPABILITY:
+        raise ValueError(f"kernel 'hopper' needs an sm_{HOPPER_CAPABILITY} GPU, got device {device.name!r}")
     profile = device if device.capability else DeviceProfile.named("h200")
     if batch_invariant:
         return _invariant_plan(problem, profile, kernel, device.name)
+    if kernel == "hopper" and why_not_hopper(problem) is None:
+        return Plan(problem, kernel, *hopper_choice(problem, device), device=device.name)
     best = choices(problem, profile, dependent_launch=dependent_launch or kernel != "portable")[0]
     return Plan(problem, kernel, best.pack, best.splits, *best.tile, device=device.name)
 

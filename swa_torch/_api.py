@@ -83,7 +83,8 @@ def swa_decode(
         out: ``[tokens, heads, v_dim]`` to write into, overlapping no input.
         workspace: at least ``plan.workspace_bytes`` of uint8, 256-byte aligned, free again once the call has run.
         plan: a plan from ``plan_for``; None plans from the shapes.
-        backend: ``triton`` (CUDA), ``cpu`` or ``interpret``; None takes the device's own.
+        backend: ``triton`` (CUDA), ``gluon`` (sm_90; what its kernel does not take runs on Triton's), ``cpu`` or
+            ``interpret``; None takes the device's own.
         batch_invariant: make each request's bits independent of batch size, neighbours, position, padding and
             ``query_len``.
         validate: check the data too (synchronises); not while compiling or capturing.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import re
 import sys
 from typing import Any
 
@@ -12,9 +13,15 @@ import torch
 
 from swa_plan import DeviceProfile
 from swa_plan._device import LEAST_CAPABILITY
+from swa_plan._hopper import HOPPER_CAPABILITY
 
-BACKENDS = {"triton": "portable", "cpu": "ops", "interpret": "interpret"}
+BACKENDS = {"triton": "portable", "gluon": "hopper", "cpu": "ops", "interpret": "interpret"}
 """Backend names, and the plan's kernel that each one runs."""
+
+GPU_BACKENDS = ("triton", "gluon")
+
+GLUON_TRITONS = ((3, 6), (3, 9))
+"""Oldest and newest Triton whose Gluon the Hopper kernel is written in: names of it move from release to release."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -59,17 +66,21 @@ def choose_kernel(device: torch.device, backend: str | None) -> str:
 
     Raises:
         ValueError: no such backend, or it does not run on that device.
+        NotImplementedError: the backend is not for that chip or that Triton.
         RuntimeError: Triton is needed and missing.
     """
     if backend is None:
         backend = "triton" if device.type == "cuda" else "interpret" if interpreter_is_on() else "cpu"
     if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    if (backend == "triton") != (device.type == "cuda"):
-        needs = "tensors on a CUDA device" if backend == "triton" else "tensors on the CPU"
+    on_gpu = backend in GPU_BACKENDS
+    if on_gpu != (device.type == "cuda"):
+        needs = "tensors on a CUDA device" if on_gpu else "tensors on the CPU"
         raise ValueError(f"backend {backend!r} needs {needs}, got {device}")
     if backend != "cpu":
         require_triton(interpreted=backend == "interpret")
+    if backend == "gluon":
+        require_hopper(device)
     return BACKENDS[backend]
 
 
@@ -118,4 +129,30 @@ def require_triton(*, interpreted: bool) -> None:
             raise ValueError(
                 "backend 'interpret' needs TRITON_INTERPRET=1 in the environment before triton is first imported"
             )
-        raise ValueError("backend 'triton' compiles kernels, but TRITON_INTERPRET=1 was set when triton was imported")
+        raise ValueError(
+            "backends 'triton' and 'gluon' compile kernels, but TRITON_INTERPRET=1 was set when triton was imported"
+        )
+
+
+def require_hopper(device: torch.device) -> None:
+    """Check that the Gluon kernel runs here.
+
+    Raises:
+        NotImplementedError: the device is not an sm_90, or the kernel is not written in this Triton's Gluon.
+    """
+    import triton
+
+    reason = why_no_gluon(device_profile(device).capability, triton.__version__)
+    if reason is not None:
+        raise NotImplementedError(f"backend 'gluon' {reason}; backend 'triton' runs here")
+
+
+def why_no_gluon(capability: int, triton_version: str) -> str | None:
+    """Return why the Hopper kernel does not run on such a chip or with such a Triton, None if it does."""
+    if capability != HOPPER_CAPABILITY:
+        return f"needs an sm_{HOPPER_CAPABILITY} device, got sm_{capability}"
+    oldest, newest = GLUON_TRITONS
+    if not oldest <= tuple(int(number) for number in re.findall(r"\d+", triton_version)[:2]) <= newest:
+        release = " to ".join(f"{major}.{minor}" for major, minor in dict.fromkeys(GLUON_TRITONS))
+        return f"is written in the Gluon of Triton {release}, got Triton {triton_version}"
+    return None

@@ -80,6 +80,10 @@ def decode_with_workspace(
     )  # fmt: skip
     if chosen.kernel == "ops":
         _ops.decode(call)
+    elif chosen.kernel == "hopper":
+        from swa_torch._gluon import _launch
+
+        _launch.decode(call)
     else:
         from swa_torch._triton import _launch
 

@@ -111,7 +111,7 @@ def plan_for(
         layer: any layer, where the cache has layers; all are alike.
         max_requests: most requests of a call; None means as many as ``block_table`` has rows.
         batch_invariant: see ``swa_decode``.
-        backend: ``triton``, ``cpu`` or ``interpret``; None takes the device's own.
+        backend: ``triton``, ``gluon``, ``cpu`` or ``interpret``; None takes the device's own.
         device: profile to plan for instead of the tensors' device.
 
     Raises:

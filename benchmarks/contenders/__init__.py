@@ -9,7 +9,7 @@ from benchmarks.contenders.fa3 import FlashAttention3
 from benchmarks.contenders.floor import Floor
 from benchmarks.contenders.original import Original
 from benchmarks.contenders.ours_jax import Jitted, Single
-from benchmarks.contenders.ours_torch import Fp8, OriginalPlan, TorchEager, TorchGraph
+from benchmarks.contenders.ours_torch import Fp8, OriginalPlan, TorchEager, TorchGluon, TorchGraph
 from benchmarks.contenders.unified import Unified
 
 CONTENDERS: dict[str, Contender] = {
@@ -17,6 +17,7 @@ CONTENDERS: dict[str, Contender] = {
     for each in (
         Floor(),
         TorchGraph(),
+        TorchGluon(),
         TorchEager(),
         OriginalPlan(),
         Fp8(),

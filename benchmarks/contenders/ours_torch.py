@@ -1,4 +1,4 @@
-"""``swa_torch``: replayed in a CUDA graph, called eagerly, with the original's plan, and on an fp8 cache."""
+"""``swa_torch``: in a CUDA graph, with either kernel; called eagerly, with the original's plan, on an fp8 cache."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from benchmarks.cases import Case
 from benchmarks.contenders.base import NO_CUDA, TOLERANCE, LoopTimer, Machine, Way, graph_way
 from benchmarks.tensors import Tensors
 from swa_plan import Plan, swa_decode_plan
+from swa_torch._device import why_no_gluon
 
 EAGER_CALLS = {"cuda": 64, "cpu": 3}
 
@@ -25,10 +26,12 @@ def decode(case: Case, t: Tensors, index: int, **options) -> torch.Tensor:
     return out
 
 
-def plan_of(case: Case, t: Tensors) -> Plan:
+def plan_of(case: Case, t: Tensors, backend: str | None = None) -> Plan:
     """Return the planner's choice."""
     cache = (t.key_cache, t.value_cache)
-    return swa_torch.plan_for(t.query, cache, t.tables[0], window=case.window, query_len=case.query_len)
+    return swa_torch.plan_for(
+        t.query, cache, t.tables[0], window=case.window, query_len=case.query_len, backend=backend
+    )
 
 
 def words(plan: Plan) -> str:
@@ -61,6 +64,29 @@ class TorchGraph:
             decode(case, tensors, index, out=tensors.output)
 
         return {"graph": graph_way(launch, tensors, words(plan_of(case, tensors)))}
+
+
+class TorchGluon(TorchGraph):
+    """``swa_decode`` with the Hopper kernel and its plan, in a CUDA graph."""
+
+    name = "torch gluon"
+
+    def absent(self, machine: Machine) -> str | None:
+        """It needs an sm_90, and a Triton in whose Gluon the kernel is written."""
+        if not machine.cuda:
+            return NO_CUDA
+        import triton
+
+        return why_no_gluon(machine.capability, triton.__version__)
+
+    def prepare(self, case: Case, tensors: Tensors) -> dict[str, Way]:
+        """Return the one way."""
+        plan = plan_of(case, tensors, "gluon")
+
+        def launch(index: int) -> None:
+            decode(case, tensors, index, out=tensors.output, plan=plan)
+
+        return {"graph": graph_way(launch, tensors, words(plan))}
 
 
 class TorchEager(TorchGraph):

@@ -37,8 +37,8 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="torch-graph, torch-eager, jax-jit, jax-single, floor, original, unified, fa3-gate, xla-gather (these "
-            "are default), torch-original-plan, torch-fp8 (default: all that are present).",
+            help="torch-graph, torch-gluon, torch-eager, jax-jit, jax-single, floor, original, unified, fa3-gate, "
+            "xla-gather (these are default), torch-original-plan, torch-fp8 (default: all that are present).",
             show_default=False,
         ),
     ] = None,

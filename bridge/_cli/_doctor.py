@@ -29,6 +29,7 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="One JSON object on
     devices, hip = _devices()
     interpreter = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
     backend, reason = choose_backend(versions, devices, hip=hip)
+    gluon = why_no_gluon(versions, devices, hip=hip)
     seen = _doctor_jax.look()
     report = {
         "versions": versions,
@@ -36,6 +37,7 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="One JSON object on
         "devices": devices,
         "backend": backend,
         "reason": reason,
+        "gluon": {"present": gluon is None, "reason": gluon},
         "interpreter": interpreter,
         "profile": _profile([*([] if hip is not None else devices), *seen.devices]),
         "jax": _doctor_jax.report(versions, seen),
@@ -73,6 +75,17 @@ def choose_backend(
     if versions["triton"] is None:
         return "cpu", "triton is not installed: pip install 'triton>=3.6'"
     return "triton", f"sm_{capability} ({devices[0]['name']})"
+
+
+def why_no_gluon(versions: dict[str, str | None], devices: list[dict[str, Any]], *, hip: str | None) -> str | None:
+    """Return why backend ``gluon`` of ``swa_torch`` cannot be asked for on this machine, None if it can."""
+    backend, reason = choose_backend(versions, devices, hip=hip)
+    if backend != "triton" or versions["triton"] is None:
+        return reason
+    from swa_torch._device import why_no_gluon
+
+    found = why_no_gluon(devices[0]["capability"], versions["triton"])
+    return None if found is None else f"it {found}"
 
 
 def known_traps(
@@ -174,6 +187,9 @@ def _print(report: dict[str, Any], console: Console) -> None:
     console.print(table)
     for package, served in (("swa_torch", report), ("swa_pallas", report["jax"])):
         console.print(f"[bold]backend of {package}[/] {served['backend'] or 'none'}: {escape(served['reason'])}")
+    gluon = report["gluon"]
+    line = "here, where a call or its plan asks for it" if gluon["present"] else f"not here: {gluon['reason']}"
+    console.print(f"[bold]backend gluon of swa_torch[/] {escape(line)}")
     for line in _doctor_bridge.lines(report["bridge"]):
         console.print(f"[bold]bridge[/] {escape(line)}")
     for problem in report["bridge"]["problems"]:

@@ -12,7 +12,7 @@ from swa_plan import DeviceProfile
 
 AUTO = "auto"
 KERNELS = {
-    "torch": {"triton": "portable", "cpu": "ops", "interpret": "interpret"},
+    "torch": {"triton": "portable", "gluon": "hopper", "cpu": "ops", "interpret": "interpret"},
     "jax": {"pallas_triton": "portable", "xla": "ops"},
 }
 """Backends by framework, and the plan's kernel that each one runs.
@@ -22,7 +22,7 @@ A name belongs to one framework: ``interpret`` is torch's (``swa_pallas`` has on
 
 PACKAGES = {"torch": "swa_torch", "jax": "swa_pallas"}
 BACKENDS = (AUTO, *(name for names in KERNELS.values() for name in names))
-HELP = "auto, triton, cpu, interpret (PyTorch), pallas_triton or xla (JAX)"
+HELP = "auto, triton, gluon, cpu, interpret (PyTorch), pallas_triton or xla (JAX)"
 
 CROSSED = "crossed"
 """Both frameworks on one cache, which only a replay does; it stands for backend and framework."""

@@ -1,6 +1,6 @@
 """Which keys each program of a plan takes, and a picture of it in text.
 
-The cut is the kernels' own (live range, whole tiles), redone here in plain Python so that it can be shown without a
+The cut is the kernels' own (live range, whole granules), redone here in plain Python so that it can be shown without a
 GPU.
 """
 
@@ -60,8 +60,8 @@ def _chunk(plan: Plan, low: int, high: int, split: int) -> tuple[int, int]:
     if plan.chunk:
         start = (low // plan.chunk + split) * plan.chunk
         return max(low, start), min(start + plan.chunk - 1, high)
-    tiles = -(-max(high + 1 - low, 0) // plan.tile)
-    size = -(-tiles // plan.splits) * plan.tile
+    granules = -(-max(high + 1 - low, 0) // plan.granule)
+    size = -(-granules // plan.splits) * plan.granule
     start = low + split * size
     return start, min(start + size - 1, high)
 

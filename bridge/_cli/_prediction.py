@@ -17,7 +17,10 @@ from swa_plan._predict import PARTS
 SHOWN = 8
 """Plans in the table, the chosen one included."""
 
-NOT_MODELLED = "predicted time: not modelled (the cost model is of bf16 and fp16 steps on a GPU, not batch-invariant)"
+NOT_MODELLED = (
+    "predicted time: not modelled (the cost model is of the portable kernel's bf16 and fp16 steps on a GPU, not "
+    "batch-invariant)"
+)
 
 Choices = Sequence[tuple[Plan, Prediction]]
 

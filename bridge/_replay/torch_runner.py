@@ -21,9 +21,7 @@ from bridge._replay.crossing import Difference, Sharing
 from bridge._replay.engine import Geometry, ReplayConfig
 from bridge._replay.runner import Compilation, RowsSeen, StepTimes
 from swa_plan import CacheLayout, DeviceProfile, Plan
-from swa_torch._device import device_profile
-
-BACKENDS = ("triton", "cpu", "interpret")
+from swa_torch._device import BACKENDS, GPU_BACKENDS, device_profile, require_hopper
 
 HEAD_START_CYCLES = 400_000
 """GPU clock cycles, about 0.2 ms, that a step waits while the host queues it.
@@ -47,23 +45,26 @@ class TorchRunner:
     Args:
         config: what is replayed.
         geometry: sizes of the cache.
-        backend: ``triton``, ``cpu`` or ``interpret``.
+        backend: ``triton``, ``gluon``, ``cpu`` or ``interpret``.
 
     Raises:
         ValueError: no such backend, or there is no device for it.
+        NotImplementedError: the backend is not for that device or this Triton.
     """
 
     def __init__(self, config: ReplayConfig, geometry: Geometry, backend: str) -> None:
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-        if backend == "triton" and not torch.cuda.is_available():
-            raise ValueError("backend 'triton' needs a CUDA device, and torch sees none")
+        if backend in GPU_BACKENDS and not torch.cuda.is_available():
+            raise ValueError(f"backend {backend!r} needs a CUDA device, and torch sees none")
         self.backend = backend
         self.framework = f"torch {torch.__version__}"
         self._kernel_backend = backend
         self._config = config
-        self._cuda = backend == "triton"
+        self._cuda = backend in GPU_BACKENDS
         self._device = torch.device("cuda", torch.cuda.current_device()) if self._cuda else torch.device("cpu")
+        if backend == "gluon":
+            require_hopper(self._device)
         self.profile: DeviceProfile | None = None
         self.device = f"CPU, {torch.get_num_threads()} threads"
         self.clock = "CUDA events around graph replays" if self._cuda else "host clock"

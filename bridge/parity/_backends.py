@@ -18,6 +18,7 @@ from bridge._versions import check_versions
 from swa_plan import DeviceProfile, Plan, reference
 from swa_plan._choose import choose_tile
 from swa_plan._dtypes import numpy_dtype
+from swa_plan._hopper import hopper_shared_bytes, hopper_warps
 from swa_plan.cases import Inputs
 
 REFERENCE = "float64"
@@ -26,6 +27,7 @@ REFERENCE = "float64"
 DIRECT = {
     "cpu": "torch",
     "triton": "torch",
+    "gluon": "torch",
     "interpret": "torch",
     "jax-xla": "jax",
     "jax-interpret": "jax",
@@ -60,9 +62,9 @@ class Result(NamedTuple):
 def backends() -> tuple[str, ...]:
     """Return the names of the backends that can run in this process.
 
-    ``float64`` is the reference; ``cpu``, ``triton`` and ``interpret`` are PyTorch's, ``jax-xla``, ``jax-interpret``
-    and ``jax-pallas_triton`` JAX's; ``torch>jax`` and ``jax>torch`` cross from one to the other. This imports the
-    frameworks that are installed.
+    ``float64`` is the reference; ``cpu``, ``triton``, ``gluon`` and ``interpret`` are PyTorch's, ``jax-xla``,
+    ``jax-interpret`` and ``jax-pallas_triton`` JAX's; ``torch>jax`` and ``jax>torch`` cross from one to the other. This
+    imports the frameworks that are installed.
     """
     return tuple(backend for backend in BACKENDS if why_absent(backend) is None)
 
@@ -184,11 +186,21 @@ def plan_for(
             layer=options.get("layer"), backend=runner.name_of(backend), **choices,
         )  # fmt: skip
     chunks: int = plan.splits if splits is None else splits
+    if plan.runs_hopper:
+        return _hopper_plan(plan, chunks, plan.pack if pack is None else pack)
     if pack is None or pack == plan.pack or plan.batch_invariant:
         return replace(plan, splits=chunks, pack=plan.pack if pack is None else pack)
     # Another packing needs another tile: more rows take more shared memory.
     tile = choose_tile(plan.problem, pack, chunks, DeviceProfile.named("rtx4090"))
     return Plan(plan.problem, plan.kernel, pack, chunks, *tile, device=plan.device)
+
+
+def _hopper_plan(plan: Plan, splits: int, pack: int) -> Plan:
+    """Return a plan of the Hopper kernel with another cut, and the longest ring up to the planner's that fits."""
+    limit = DeviceProfile.named("h200").shared_memory
+    rings = range(plan.stages, 1, -1)
+    ring = next(each for each in rings if hopper_shared_bytes(plan.problem, pack, splits, each) <= limit)
+    return replace(plan, splits=splits, pack=pack, stages=ring, warps=hopper_warps(plan.problem, pack))
 
 
 def to_result(returned: Any, to_numpy: Any) -> Result:

@@ -1,7 +1,7 @@
 """``swa_torch`` as ``bridge.parity._backends`` uses it.
 
 Triton interprets or compiles for the whole life of a process, so a process started with TRITON_INTERPRET=1 has
-``interpret`` and any other ``cpu`` and, with a GPU, ``triton``.
+``interpret`` and any other ``cpu`` and, with a GPU, ``triton``, on an sm_90 ``gluon`` too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import swa_torch
 from bridge._versions import interpreter_fault
 from bridge.parity._backends import OWN_PROCESS
 from swa_plan.cases import Inputs
-from swa_torch._device import cuda_profile, interpreter_is_on
+from swa_torch._device import GPU_BACKENDS, cuda_profile, interpreter_is_on, require_hopper
 
 api = swa_torch
 
@@ -46,6 +46,8 @@ def why_absent(backend: str) -> str | None:
         return "torch sees no device"
     try:
         cuda_profile(torch.cuda.current_device())
+        if backend == "gluon":
+            require_hopper(torch.device("cuda"))
     except NotImplementedError as error:
         return str(error)
     return None
@@ -58,7 +60,7 @@ def name_of(backend: str) -> str:
 
 def device_of(backend: str) -> torch.device:
     """Return the device that a backend's tensors live on."""
-    return torch.device("cuda" if backend == "triton" else "cpu")
+    return torch.device("cuda" if backend in GPU_BACKENDS else "cpu")
 
 
 def to_torch(array: Any, device: torch.device | str = "cpu") -> Any:

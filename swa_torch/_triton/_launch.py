@@ -104,14 +104,17 @@ def launches(call: DecodeCall) -> list[Launch]:
     partial, partial_lse = partials(call)
     found = [split_launch(call, partial, partial_lse)]
     if partial is not None:
-        heads, v_dim, splits = *call.output.shape[1:], call.plan.splits
-        steps = (heads * v_dim, splits * heads * v_dim, v_dim, heads, splits * heads, 1)
-        found.append(
-            combine_launch(
-                partial, partial_lse, call.sinks, call.gate, call.output, call.lse, steps, splits, natural=False
-            )
-        )
+        found.append(combine_of(call, partial, partial_lse))
     return found
+
+
+def combine_of(call: DecodeCall, partial: torch.Tensor, partial_lse: torch.Tensor | None) -> Launch:
+    """Return the launch that merges the splits of a call."""
+    heads, v_dim, splits = *call.output.shape[1:], call.plan.splits
+    steps = (heads * v_dim, splits * heads * v_dim, v_dim, heads, splits * heads, 1)
+    return combine_launch(
+        partial, partial_lse, call.sinks, call.gate, call.output, call.lse, steps, splits, natural=False
+    )
 
 
 def split_launch(call: DecodeCall, partial: torch.Tensor | None, partial_lse: torch.Tensor | None) -> Launch:

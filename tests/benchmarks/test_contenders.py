@@ -12,7 +12,7 @@ from benchmarks import fetch_peers, host_cost, peers, results
 from benchmarks import measure as measuring
 from benchmarks.cases import Case
 from benchmarks.contenders import CONTENDERS, ours_jax, ours_torch, unified
-from benchmarks.contenders.base import LoopTimer, Way, disagreement
+from benchmarks.contenders.base import LoopTimer, Machine, Way, disagreement
 from benchmarks.measure import enter, measure_case, reference_error, spread, take
 from benchmarks.tensors import make_tensors
 
@@ -47,8 +47,8 @@ def test_every_contender_that_agrees_is_measured(fake_fa3, fake_gpu):
     if find_spec("jax") is None:
         pytest.skip("a GPU run without JAX has fewer contenders")
     case = PLAIN
-    # The first runs in the interpreter below, the second's plan is for Triton.
-    names = [name for name in CONTENDERS if name not in ("unified", "torch original plan")]
+    # The first runs in the interpreter below, the others' plans are for a GPU.
+    names = [name for name in CONTENDERS if name not in ("unified", "torch original plan", "torch gluon")]
     result = measure_case(case, [CONTENDERS[name] for name in names], FakeMachine(), rounds=1)
     assert {name: each.status for name, each in result.outcomes.items()} == dict.fromkeys(names, results.MEASURED)
     assert result.time("floor") == 2.0  # the better of two shapes
@@ -58,6 +58,21 @@ def test_every_contender_that_agrees_is_measured(fake_fa3, fake_gpu):
     assert result.outcomes["torch eager"].host_us is None
     assert result.outcomes["fa3 + gate"].plan in ("scheduled", "heuristic", "unsplit")
     assert all(each.error < 0.02 for name, each in result.outcomes.items() if name not in ("floor", "torch fp8"))
+
+
+@pytest.mark.parametrize(
+    "machine, triton_version, reason",
+    [
+        (Machine(False, 0), "3.6.0", "needs a CUDA device"),
+        (Machine(True, 100), "3.6.0", "needs an sm_90 device, got sm_100"),
+        (Machine(True, 90), "3.5.1", "got Triton 3.5.1"),
+        (Machine(True, 90), "3.6.0", None),
+    ],
+)
+def test_the_hopper_kernel_is_absent_where_it_does_not_run(machine, triton_version, reason, monkeypatch):
+    monkeypatch.setattr("triton.__version__", triton_version)
+    found = CONTENDERS["torch gluon"].absent(machine)
+    assert found is None if reason is None else reason in found
 
 
 def test_a_jitted_function_returns_every_call_on_its_own_table():

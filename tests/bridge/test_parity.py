@@ -15,7 +15,8 @@ import pytest
 from bridge import parity
 from bridge.parity import _backends
 from bridge.parity._backends import CROSSED, DIRECT
-from swa_plan import cases, reference
+from swa_plan import DeviceProfile, Problem, cases, plan, reference
+from swa_plan._chosen import check_fits
 from swa_plan._dtypes import numpy_dtype
 
 ROOT = Path(__file__).parents[2]
@@ -352,3 +353,39 @@ def test_an_interpreter_that_fails_is_absent(monkeypatch):
     pytest.importorskip("triton", reason="needs triton")
     monkeypatch.setattr(_torch, "interpreter_fault", lambda triton, numpy: f"{triton} with {numpy} fails")
     assert _torch.why_absent("interpret").endswith(f"with {np.__version__} fails")
+
+
+@pytest.mark.parametrize("group", [1, 8, 16])
+@pytest.mark.parametrize("dim", [64, 256])
+def test_a_plan_of_the_hopper_kernel_fits_however_it_is_cut(dim, group):
+    h200 = DeviceProfile.named("h200")
+    problem = Problem(4, group, 1, dim, dim, None, 64, 64, query_len=4)
+    made = plan(problem, h200, kernel="hopper")
+    for splits in (1, 2, 3, 8, 17):
+        for pack in (1, 2, 3, 4):
+            cut = _backends._hopper_plan(made, splits, pack)
+            assert (cut.splits, cut.pack) == (splits, pack)
+            assert cut.stages <= made.stages
+            check_fits(cut, h200)
+
+
+@NEEDS_TORCH
+@pytest.mark.parametrize(
+    "capability, version, reason", [(90, "3.6.0", None), (80, "3.6.0", "sm_80"), (90, "3.5.1", "3.5.1")]
+)
+def test_the_hopper_kernel_is_absent_where_it_does_not_run(capability, version, reason, monkeypatch):
+    import torch
+
+    from bridge.parity import _torch
+    from swa_torch import _device
+
+    pytest.importorskip("triton", reason="needs triton")
+    profile = DeviceProfile.named({80: "a100", 90: "h200"}[capability])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(_torch, "cuda_profile", lambda index: profile)
+    monkeypatch.setattr(_device, "device_profile", lambda device: profile)
+    monkeypatch.setattr("triton.__version__", version)
+    found = _torch.why_absent("gluon")
+    assert found is None if reason is None else reason in found
+    assert _torch.why_absent("triton") is None

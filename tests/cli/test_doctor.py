@@ -10,9 +10,9 @@ from importlib.util import find_spec
 import pytest
 from typer.testing import CliRunner
 
-from bridge._cli import _doctor_jax
+from bridge._cli import _doctor, _doctor_jax
 from bridge._cli._app import app
-from bridge._cli._doctor import choose_backend, known_traps
+from bridge._cli._doctor import DISTRIBUTIONS, choose_backend, known_traps, why_no_gluon
 from bridge._cli._doctor_jax import Seen
 
 VERSIONS = {"torch": "2.13.0+cpu", "triton": "3.9.0", "numpy": "2.4.6"}
@@ -31,6 +31,7 @@ def test_json_is_pure_and_says_what_is_installed():
     assert report["versions"]["numpy"] == metadata.version("numpy")
     assert report["backend"] in ("cpu", "triton", None)
     assert report["reason"]
+    assert report["gluon"]["present"] == (report["gluon"]["reason"] is None)
     assert "jax" in report["versions"]
 
 
@@ -56,6 +57,41 @@ def test_the_backend_and_why(versions, devices, hip, expected):
     backend, reason = choose_backend(versions, devices, hip=hip)
     assert backend == expected[0]
     assert expected[1] in reason
+
+
+@pytest.mark.parametrize(
+    "versions, devices, hip, words",
+    [
+        ({**VERSIONS, "triton": "3.6.0"}, [H200], None, None),
+        ({**VERSIONS, "triton": "3.5.1"}, [H200], None, "got Triton 3.5.1"),
+        ({**VERSIONS, "triton": "3.6.0"}, [{"name": "B200", "capability": 100}], None, "sm_90 device, got sm_100"),
+        (VERSIONS, [{"name": "V100", "capability": 70}], None, "sm_70; the kernels need sm_80"),
+        ({**VERSIONS, "triton": None}, [H200], None, "triton is not installed"),
+        (VERSIONS, [], None, "no CUDA device"),
+        ({**VERSIONS, "torch": None}, [], None, "torch is not installed"),
+        (VERSIONS, [], "7.0", "HIP 7.0 is not supported"),
+    ],
+)
+def test_the_hopper_kernel_and_why_not(versions, devices, hip, words):
+    if devices:
+        pytest.importorskip("torch", reason="where there is no torch, no device is seen")
+    reason = why_no_gluon(versions, devices, hip=hip)
+    assert reason is None if words is None else words in reason
+
+
+@pytest.mark.parametrize(
+    "triton, words",
+    [("3.6.0", "here, where a call or its plan asks for it"), ("3.5.1", "not here: it is written in the Gluon of")],
+)
+def test_a_person_reads_whether_gluon_runs(triton, words, monkeypatch):
+    pytest.importorskip("torch", reason="where there is no torch, no device is seen")
+    h200 = {**H200, "num_sms": 132, "memory_bytes": 141 << 30}
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(_doctor, "_devices", lambda: ([h200], None))
+    monkeypatch.setattr(_doctor, "_version", {**dict.fromkeys(DISTRIBUTIONS), **VERSIONS, "triton": triton}.get)
+    text = CliRunner().invoke(app, ["doctor"], catch_exceptions=False).stdout
+    (line,) = [line for line in text.splitlines() if line.startswith("backend gluon of swa_torch")]
+    assert words in line
 
 
 @pytest.mark.parametrize(

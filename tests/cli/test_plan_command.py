@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -91,6 +92,7 @@ def test_no_line_is_wider_than_the_terminal(monkeypatch):
         (["--device", "cpu"], "ops", "cpu", {"swa_torch": "cpu", "swa_pallas": "xla"}),
         (["--device", "cpu", "--batch", "1"], "ops", "cpu", {"swa_torch": "cpu", "swa_pallas": "xla"}),
         (["--device", "a100", "--backend", "triton"], "portable", "a100", {"swa_torch": "triton"}),
+        (["--device", "h200", "--backend", "gluon"], "hopper", "h200", {"swa_torch": "gluon"}),
         (["--device", "a100", "--backend", "pallas_triton"], "portable", "a100", {"swa_pallas": "pallas_triton"}),
         (["--backend", "xla"], "ops", "cpu", {"swa_pallas": "xla"}),
         (["--backend", "xla", "--device", "h200"], "ops", "h200", {"swa_pallas": "xla"}),
@@ -102,6 +104,31 @@ def test_a_backend_of_either_framework(arguments, kernel, device, backends):
     report = json.loads(swa(*arguments, "--json").stdout)
     assert (report["plan"]["kernel"], report["plan"]["device"]) == (kernel, device)
     assert report["backends"] == backends
+
+
+def test_a_plan_for_the_hopper_kernel():
+    result = swa("--device", "h200", "--backend", "gluon", "--tp", 8, "--query-len", 1, "--batch", 2, "--seq-lens", 600)
+    assert result.exit_code == 0
+    for words in (
+        "kernel hopper on h200\n",
+        "8 of 8 matrix rows",
+        "splits 8: 512 live keys at most, about 64 keys a program",
+        "run by backend 'gluon' of swa_torch\n",
+        "not modelled",
+        "keys 88..599 are live",
+    ):
+        assert words in result.stdout
+    handed = swa("--device", "h200", "--backend", "gluon", "--cache-dtype", "int8")
+    assert handed.exit_code == 0
+    assert "hands this plan to the portable kernel: it takes caches of 16-bit values" in " ".join(handed.stdout.split())
+
+
+def test_chunks_of_the_hopper_kernel_are_whole_granules():
+    problem = Problem(16, 64, 8, 192, 192, 500, 64, 128)
+    made = replace(plan(problem, DeviceProfile.named("h200"), kernel="hopper"), splits=3)
+    ((tile,),) = [row_tiles(made, 600)]
+    # 500 keys are 32 granules of 16; a third of them, rounded up, are 11.
+    assert tile.chunks == ((100, 275), (276, 451), (452, 599))
 
 
 def test_the_backends_of_a_plan_are_shown():
@@ -177,10 +204,20 @@ def test_a_plan_names_the_kernel_that_swa_pallas_runs_by_that_name(name):
     assert json.loads(swa("--backend", name, "--device", "h200", "--json").stdout)["plan"]["kernel"] == BACKENDS[name]
 
 
+def test_a_plan_names_the_kernel_that_swa_torch_runs_by_that_name():
+    pytest.importorskip("torch", reason="swa_torch needs torch")
+    from bridge._cli import _frameworks
+    from swa_torch._device import BACKENDS
+
+    assert _frameworks.KERNELS["torch"] == BACKENDS
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
         (["--backend", "cuda"], "pallas_triton or xla (JAX), got 'cuda'"),
+        (["--backend", "gluon", "--device", "a100"], "kernel 'hopper' needs an sm_90 GPU, got device 'a100'"),
+        (["--backend", "gluon", "--device", "cpu"], "kernel 'hopper' needs an sm_90 GPU, got device 'cpu'"),
         (["--backend", "pallas_triton", "--device", "cpu"], "needs a GPU, got --device cpu"),
         (["--device", "h900"], "got 'h900'"),
         (["--seq-lens", "1,x"], "got 'x'"),

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from bridge import parity
 from bridge._cli import _replay
 from tests.cli.numpy_runner import NumpyRunner
 from tests.cli.replays import SMALL, report_of, swa
@@ -111,7 +112,7 @@ def test_plot(tmp_path):
         (["--tp", "5"], "tp must divide"),
         (
             ["--backend", "cuda"],
-            "--backend must be auto, triton, cpu, interpret (PyTorch), pallas_triton or xla (JAX), or crossed",
+            "--backend must be auto, triton, gluon, cpu, interpret (PyTorch), pallas_triton or xla (JAX), or crossed",
         ),
         (["--backend", "interpret", "--dtype", "bfloat16"], "float16 or float32"),
         (["--backend", "interpret", "--cache-dtype", "float8_e5m2"], "use int8"),
@@ -132,6 +133,16 @@ def test_wrong_usage_exits_with_2(arguments, words, monkeypatch):
     assert result.exit_code == 2
     assert result.stdout == ""
     assert words in result.stderr
+
+
+@pytest.mark.parametrize("backend", ["triton", "gluon"])
+def test_a_gpus_backend_needs_one(backend, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = swa("--backend", backend, "--json", *SMALL)
+    assert result.exit_code == 2
+    assert f"backend '{backend}' needs a CUDA device, and torch sees none" in " ".join(result.stderr.split())
 
 
 def test_a_trace_file_and_its_errors(tmp_path, monkeypatch):
@@ -170,8 +181,12 @@ def test_the_interpreter_in_a_process_of_its_own():
     ],
     ids=lambda options: options[1],
 )
-def test_graphs_on_a_gpu(options):
-    report = replayed(*options, "--backend", "triton", "--max-batch", 24, "--speed", 10, "--steps", 60)
+@pytest.mark.parametrize("backend", ["triton", "gluon"])
+def test_graphs_on_a_gpu(backend, options):
+    reason = parity.absent().get(backend)
+    if reason is not None:
+        pytest.skip(reason)
+    report = replayed(*options, "--backend", backend, "--max-batch", 24, "--speed", 10, "--steps", 60)
     assert report["ok"]
     assert len(report["plans"]) > 2
     assert report["roofline"] > 0

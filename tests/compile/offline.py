@@ -59,7 +59,12 @@ class Recorder:
         return lambda *args, **options: self.launches.append((args, options))
 
     def compile(self, capability: int) -> Usage:
-        """Compile the only launch for an architecture."""
+        """Compile the only launch for an architecture; return what it takes."""
+        compiled = self.build(capability)
+        return Usage(*cubin_resources(compiled.asm["cubin"]), compiled.metadata.shared)
+
+    def build(self, capability: int) -> Any:
+        """Return the only launch compiled for an architecture."""
         ((args, options),) = self.launches
         fn = self.kernel
         values = dict(zip(fn.arg_names, args, strict=False))
@@ -69,15 +74,17 @@ class Recorder:
             value = values[parameter.name]
             if parameter.is_constexpr or value is None:
                 signature[parameter.name], constants[(index,)] = "constexpr", value
+            elif hasattr(value, "block_shape"):
+                box = ",".join(map(str, value.block_shape))
+                signature[parameter.name] = f"tensordesc<{_POINTERS[value.base.dtype][1:]}[{box}],{value.layout!r}>"
             elif isinstance(value, torch.Tensor):
                 signature[parameter.name] = _POINTERS[value.dtype]
                 if not parameter.do_not_specialize_on_alignment:
                     attributes[(index,)] = [["tt.divisibility", 16]]
             else:
                 signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-        source = ASTSource(fn, signature, constants, attributes)
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        return Usage(*cubin_resources(compiled.asm["cubin"]), compiled.metadata.shared)
+        source = source_kind(fn)(fn, signature, constants, attributes)
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def record_decode(
@@ -90,6 +97,27 @@ def record_decode(
     monkeypatch.setattr(_launch, "device_profile", lambda device: DeviceProfile.named(PROFILES[capability]))
     _launch.decode(small_call(plan, **options))
     return split, combine
+
+
+def record_hopper(monkeypatch: pytest.MonkeyPatch, plan: Plan, **options: Any) -> tuple[Recorder, Recorder]:
+    """Return recorders of the Hopper split kernel and the combine kernel after one call."""
+    from swa_torch._gluon import _launch as hopper
+
+    split, combine = Recorder(hopper.swa_decode_split_hopper), Recorder(_launch.swa_decode_combine)
+    monkeypatch.setattr(hopper, "swa_decode_split_hopper", split)
+    monkeypatch.setattr(_launch, "swa_decode_combine", combine)
+    monkeypatch.setattr(_launch, "device_profile", lambda device: DeviceProfile.named("h200"))
+    hopper.decode(small_call(plan, **options))
+    return split, combine
+
+
+def source_kind(kernel: Any) -> type[ASTSource]:
+    """Return what the compiler is handed: Gluon's functions are of a language of their own."""
+    if not kernel.is_gluon():
+        return ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
 
 
 def small_call(plan: Plan, **options: Any) -> DecodeCall:

@@ -6,11 +6,12 @@ import os
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import swa_torch
 from bridge.parity import backends
-from bridge.parity._backends import DIRECT
+from bridge.parity._backends import DIRECT, why_absent
 from bridge.parity._torch import device_of as device_of
 from bridge.parity._torch import to_array as to_array
 from bridge.parity._torch import to_numpy as to_numpy
@@ -20,6 +21,13 @@ from swa_plan.cases import Inputs
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BACKENDS = tuple(backend for backend in backends() if DIRECT.get(backend) == "torch")
+
+NO_GLUON = why_absent("gluon")
+GPU_BACKENDS = (
+    "triton",
+    pytest.param("gluon", marks=pytest.mark.skipif(NO_GLUON is not None, reason=f"the Hopper kernel: {NO_GLUON}")),
+)
+"""For tests that are marked as in need of a GPU."""
 
 
 def decode_gated(inputs: Inputs, gate: np.ndarray, backend: str, *, splits: int, pack: int) -> np.ndarray:

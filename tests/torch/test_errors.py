@@ -349,7 +349,7 @@ DECODE = {
         lambda w: w.decode(plan=replace(w.plan(), kernel="portable")), ValueError, ("triton", "cpu")
     ),
     "plan-hopper": Wrong(
-        lambda w: w.decode(plan=replace(w.plan(), kernel="hopper")), ValueError, ("plan.kernel", "hopper")
+        lambda w: w.decode(plan=replace(w.plan(), kernel="hopper")), ValueError, ("backend 'gluon'", "cpu")
     ),
     "plan-against-backend": Wrong(
         lambda w: w.decode(plan=w.plan(), backend="triton"), ValueError, ("backend", "triton", "plan.kernel='ops'")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from swa_torch import PagedCache, append, plan_for, swa_decode
+from tests.contract.torch_runner import GPU_BACKENDS
 from tests.torch.helpers import make_step, normal, same_bits
 
 pytestmark = pytest.mark.gpu
@@ -13,6 +14,11 @@ pytestmark = pytest.mark.gpu
 REQUESTS, HEADS, KV_HEADS, DIM, WINDOW = 8, 16, 2, 128, 512
 FIRST = (700, 5, 0, 513, 512, 1024, 64, 1)
 OTHERS = [(1, 1, 1, 1, 1, 1, 1, 1), (0, 1024, 900, 2, 511, 0, 600, 33), (1024,) * 8, (0,) * 8]
+
+
+@pytest.fixture(params=GPU_BACKENDS)
+def backend(request):
+    return request.param
 
 
 @pytest.fixture
@@ -51,9 +57,9 @@ def set_lengths(step, lengths):
 
 
 @pytest.mark.parametrize("splits", [None, 1, 2, 8, 17])
-def test_replay_on_other_lengths(step, splits):
+def test_replay_on_other_lengths(step, splits, backend):
     gate, sinks = normal(REQUESTS, HEADS).cuda(), normal(HEADS).cuda()
-    plan = plan_for(*step[:3], window=WINDOW)
+    plan = plan_for(*step[:3], window=WINDOW, backend=backend)
     plan = plan if splits is None else replace(plan, splits=splits)
 
     def decode():
@@ -68,19 +74,19 @@ def test_replay_on_other_lengths(step, splits):
         assert same_bits(result, decode())
 
 
-def test_planning_happens_in_the_capture(step):
+def test_planning_happens_in_the_capture(step, backend):
     """No plan given: nothing that planning does needs the device."""
-    graph, result = capture(lambda: swa_decode(*step, window=WINDOW))
+    graph, result = capture(lambda: swa_decode(*step, window=WINDOW, backend=backend))
     set_lengths(step, OTHERS[1])
     graph.replay()
-    assert same_bits(result, swa_decode(*step, window=WINDOW))
+    assert same_bits(result, swa_decode(*step, window=WINDOW, backend=backend))
 
 
 @pytest.mark.parametrize("splits", [1, 4])
-def test_ragged_rows_move_between_replays(splits):
+def test_ragged_rows_move_between_replays(splits, backend):
     step = make_decode(FIRST, tokens=20)
     edges = torch.tensor([0, 4, 5, 5, 7, 8, 12, 13, 14], dtype=torch.int32, device="cuda")
-    plan = replace(plan_for(*step[:3], window=WINDOW, query_len=4, ragged=True), splits=splits)
+    plan = replace(plan_for(*step[:3], window=WINDOW, backend=backend, query_len=4, ragged=True), splits=splits)
 
     def decode():
         return swa_decode(
@@ -114,7 +120,7 @@ def test_scales_are_read_on_the_device(step):
     assert not torch.equal(result[1], before[1])
 
 
-def test_append_and_decode_replay_as_decoding_goes_on():
+def test_append_and_decode_replay_as_decoding_goes_on(backend):
     step = make_decode((700, 5, 0, 513, 512, 1000, 64, 1), layout="pages kv_heads block (kv dim)")
     reference = PagedCache(step.cache.bases[0].clone(), step.cache.layout)
     rows = [torch.zeros(REQUESTS, KV_HEADS, DIM, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
@@ -123,7 +129,7 @@ def test_append_and_decode_replay_as_decoding_goes_on():
         position = step.seq_lens.long()
         page = step.block_table.gather(1, position[:, None] // 16)[:, 0].long()
         append(cache, *rows, page * 16 + position % 16)
-        return swa_decode(step.query, cache, step.block_table, step.seq_lens + 1, window=WINDOW)
+        return swa_decode(step.query, cache, step.block_table, step.seq_lens + 1, window=WINDOW, backend=backend)
 
     untouched = step.cache.bases[0].clone()
     graph, result = capture(lambda: model_step(step.cache))
@@ -154,10 +160,10 @@ def test_batch_invariant_plans_do_not_notice_the_graph(padded):
     assert (result[REQUESTS:] == 0).all()
 
 
-def test_one_workspace_serves_all_layers():
+def test_one_workspace_serves_all_layers(backend):
     layers = 6
     step = make_decode(FIRST, layout="layers pages kv_heads block (kv dim)", layers=layers)
-    plan = replace(plan_for(*step[:3], window=WINDOW), splits=8)
+    plan = replace(plan_for(*step[:3], window=WINDOW, backend=backend), splits=8)
     workspace = aligned_workspace(plan)
     workspace.fill_(0xFF)
 
@@ -189,8 +195,8 @@ def test_one_workspace_serves_all_layers():
 
 
 @pytest.mark.parametrize("splits", [1, 8])
-def test_memory_does_not_grow(step, splits):
-    plan = replace(plan_for(*step[:3], window=WINDOW), splits=splits)
+def test_memory_does_not_grow(step, splits, backend):
+    plan = replace(plan_for(*step[:3], window=WINDOW, backend=backend), splits=splits)
     out = torch.empty_like(step.query)
     workspace = aligned_workspace(plan)
     for options in ({}, {"out": out}, {"out": out, "workspace": workspace}):
@@ -216,24 +222,24 @@ def test_memory_does_not_grow(step, splits):
 
 # torch says that its detection is a prototype, which does not see everything.
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
-def test_a_call_does_not_synchronise(step):
+def test_a_call_does_not_synchronise(step, backend):
     gate = normal(REQUESTS, HEADS).cuda()
     key, value = (normal(REQUESTS, KV_HEADS, DIM).cuda().bfloat16() for _ in range(2))
     slots = torch.arange(REQUESTS, device="cuda")
-    swa_decode(*step, window=WINDOW, gate=gate, return_lse=True)
+    swa_decode(*step, window=WINDOW, backend=backend, gate=gate, return_lse=True)
     append(step.cache, key, value, slots)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        swa_decode(*step, window=WINDOW, gate=gate, return_lse=True)
+        swa_decode(*step, window=WINDOW, backend=backend, gate=gate, return_lse=True)
         append(step.cache, key, value, slots)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_side_streams():
+def test_side_streams(backend):
     """Several streams at once, each with inputs made on it and scratch memory of its own."""
     steps = [make_decode(lengths) for lengths in (FIRST, *OTHERS)]
-    plan = replace(plan_for(*steps[0][:3], window=WINDOW), splits=8)
+    plan = replace(plan_for(*steps[0][:3], window=WINDOW, backend=backend), splits=8)
     expected = [swa_decode(step.query * 2, *step[1:], window=WINDOW, plan=plan) for step in steps]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in steps]
@@ -247,8 +253,8 @@ def test_side_streams():
         assert same_bits(tuple(results), tuple(expected))
 
 
-def test_a_call_runs_on_the_current_stream(step):
-    plan = replace(plan_for(*step[:3], window=WINDOW), splits=8)
+def test_a_call_runs_on_the_current_stream(step, backend):
+    plan = replace(plan_for(*step[:3], window=WINDOW, backend=backend), splits=8)
     query = step.query.clone()
     expected = swa_decode(query, *step[1:], window=WINDOW, plan=plan)
     side = torch.cuda.Stream()
@@ -262,9 +268,9 @@ def test_a_call_runs_on_the_current_stream(step):
     assert same_bits(out, expected)
 
 
-def test_two_graphs_share_a_pool():
+def test_two_graphs_share_a_pool(backend):
     first, second = make_decode(FIRST), make_decode(OTHERS[1])
-    plan = replace(plan_for(*first[:3], window=WINDOW), splits=8)
+    plan = replace(plan_for(*first[:3], window=WINDOW, backend=backend), splits=8)
     outs = [torch.empty_like(step.query) for step in (first, second)]
     graphs = []
     for step, out in zip((first, second), outs, strict=True):
@@ -301,9 +307,9 @@ def test_validate_is_refused_in_a_capture(step):
 # Before it records, Inductor captures nothing once, to have a memory pool.
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 @pytest.mark.slow
-def test_compiled_with_cuda_graphs(step):
+def test_compiled_with_cuda_graphs(step, backend):
     def model(query, lengths):
-        return swa_decode(query.sin(), *step[1:3], lengths, window=WINDOW).cos()
+        return swa_decode(query.sin(), *step[1:3], lengths, window=WINDOW, backend=backend).cos()
 
     compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
     for lengths in (FIRST, *OTHERS):
@@ -312,13 +318,13 @@ def test_compiled_with_cuda_graphs(step):
 
 
 @pytest.mark.gpu2
-def test_a_device_that_is_not_current(step):
+def test_a_device_that_is_not_current(step, backend):
     current = torch.cuda.current_device()  # not 0 where JAX started first, which leaves the thread on its last GPU
-    expected = swa_decode(*step, window=WINDOW)
+    expected = swa_decode(*step, window=WINDOW, backend=backend)
     other = torch.device("cuda", 1 - current)
     cache = PagedCache(tuple(base.to(other) for base in step.cache.bases), step.cache.layout)
     out = swa_decode(
-        step.query.to(other), cache, step.block_table.to(other), step.seq_lens.to(other), window=WINDOW
+        step.query.to(other), cache, step.block_table.to(other), step.seq_lens.to(other), window=WINDOW, backend=backend
     )  # fmt: skip
     assert out.device == other
     assert torch.cuda.current_device() == current

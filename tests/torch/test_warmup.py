@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from swa_torch import append, plan_for, swa_decode, warmup
+from tests.contract.torch_runner import GPU_BACKENDS
 from tests.torch.helpers import make_step, normal, same_bits
 
 
@@ -73,7 +74,8 @@ FEATURES = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
-def test_nothing_compiles_after_warmup(features, compilations):
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_nothing_compiles_after_warmup(backend, features, compilations):
     features = dict(features)
     query_len, ragged = features.pop("query_len", 1), features.pop("ragged", False)
     invariant, cache_dtype = features.pop("batch_invariant", False), features.pop("cache_dtype", None)
@@ -87,8 +89,9 @@ def test_nothing_compiles_after_warmup(features, compilations):
     sinks = normal(16).cuda() if features.pop("sinks", False) else None
     options = {**features, **scales, "sinks": sinks}
     plan = plan_for(
-        step.query, cache, step.block_table, window=200, query_len=query_len, ragged=ragged, batch_invariant=invariant
-    )
+        step.query, cache, step.block_table, window=200, query_len=query_len, ragged=ragged, batch_invariant=invariant,
+        backend=backend,
+    )  # fmt: skip
     key, value = (normal(64, 2, 128, seed=seed).cuda().bfloat16() for seed in (1, 2))
     warmup(plan, step.query, cache, key=key, value=value, gate=gate, **options)
     compilations.clear()

@@ -9,7 +9,7 @@ import torch
 import swa_torch
 from swa_plan import tolerance
 from tests.contract.backends import run, same_bits
-from tests.contract.torch_runner import BACKENDS, device_of, torch_arguments
+from tests.contract.torch_runner import BACKENDS, GPU_BACKENDS, device_of, torch_arguments
 from tests.failures.probes import (
     assert_exact,
     decode,
@@ -45,7 +45,8 @@ def test_no_magic_window_writes_anything(window, error):
 
 
 @pytest.mark.gpu
-def test_time_does_not_grow_with_the_context():
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_time_does_not_grow_with_the_context(backend):
     """C10, vllm-project/vllm#49588: a window bounds what is read, not only what is scored."""
     times, plan = {}, None
     for length in (131072, 1024):
@@ -57,7 +58,7 @@ def test_time_does_not_grow_with_the_context():
         table[:, -64:] = inputs.block_table[:, -64:]
         inputs.block_table, inputs.seq_lens = table, np.full(16, length, np.int32)
         (query, cache, table, lens), _ = torch_arguments(inputs, torch.device("cuda"))
-        plan = plan or swa_torch.plan_for(query, cache, table, window=512)
+        plan = plan or swa_torch.plan_for(query, cache, table, window=512, backend=backend)
         out = torch.empty_like(query)
 
         def call(args=(query, cache, table, lens), out=out, plan=plan):
@@ -76,7 +77,7 @@ def test_time_does_not_grow_with_the_context():
             end.synchronize()
             milliseconds.append(start.elapsed_time(end))
         times[length] = float(np.median(milliseconds))
-        tolerance.assert_close(run(inputs, "triton", plan=plan)[0], inputs)
+        tolerance.assert_close(run(inputs, backend, plan=plan)[0], inputs)
     assert times[131072] <= 1.3 * times[1024], times
 
 

@@ -9,7 +9,7 @@ import torch
 import swa_torch
 from swa_plan import tolerance
 from tests.contract.backends import plan_for
-from tests.contract.torch_runner import BACKENDS, device_of
+from tests.contract.torch_runner import BACKENDS, GPU_BACKENDS, device_of
 from tests.failures.probes import (
     BF16_TOLERANCE,
     assert_exact,
@@ -56,7 +56,8 @@ def test_splits_without_keys_add_nothing(backend, length, tile):
 
 
 @pytest.mark.gpu
-def test_planned_splits_never_give_nan_as_requests_grow():
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_planned_splits_never_give_nan_as_requests_grow(backend):
     """C21, pytorch/torchtitan#3235: 700 decode steps from the first token on, in a cache full of NaN."""
     device = torch.device("cuda")
     generator = torch.Generator(device).manual_seed(0)
@@ -68,7 +69,7 @@ def test_planned_splits_never_give_nan_as_requests_grow():
             base.fill_(NAN)
         table = torch.randperm(requests * 44, generator=generator, device=device).view(requests, 44).int()
         rows = torch.randn(3, requests, 96, 192, generator=generator, device=device, dtype=torch.bfloat16)
-        plan = swa_torch.plan_for(rows[0], cache, table, window=512)
+        plan = swa_torch.plan_for(rows[0], cache, table, window=512, backend=backend)
         single = swa_torch.Plan.from_splits(plan.problem, 1, 1)
         bad = torch.zeros((), dtype=torch.int64, device=device)
         drift = torch.zeros((), device=device)
@@ -77,7 +78,7 @@ def test_planned_splits_never_give_nan_as_requests_grow():
             slots = table[:, position // 16] * 16 + position % 16
             swa_torch.append(cache, key, value, slots)
             lens = torch.full((requests,), position + 1, dtype=torch.int32, device=device)
-            out = swa_torch.swa_decode(rows[0], cache, table, lens, window=512)
+            out = swa_torch.swa_decode(rows[0], cache, table, lens, window=512, plan=plan)
             other = swa_torch.swa_decode(rows[0], cache, table, lens, window=512, plan=single)
             bad += torch.isnan(out).sum()
             drift = torch.maximum(drift, (out.float() - other.float()).abs().max())

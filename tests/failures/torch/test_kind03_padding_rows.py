@@ -11,7 +11,7 @@ import torch
 import swa_torch
 from swa_plan import tolerance
 from tests.contract.backends import decode_gated, plan_for
-from tests.contract.torch_runner import BACKENDS, device_of, torch_arguments
+from tests.contract.torch_runner import BACKENDS, GPU_BACKENDS, device_of, torch_arguments
 from tests.failures.probes import (
     step,
 )
@@ -57,14 +57,15 @@ def test_padding_rows_between_ragged_rows_are_written(backend):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("splits", [1, 8])
-def test_graph_of_a_bucket_serves_fewer_requests(splits):
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_graph_of_a_bucket_serves_fewer_requests(backend, splits):
     """C29, xLLM-AI/xllm#1939: captured for 112 requests, replayed with 100 and with 1."""
     rng = np.random.default_rng(0)
     inputs = step([512] * 112)
     lengths = rng.integers(1, 513, 112).astype(np.int32)
     inputs.seq_lens = lengths.copy()
     (query, cache, table, lens), _ = torch_arguments(inputs, torch.device("cuda"))
-    plan = plan_for(inputs, "triton", splits=splits)
+    plan = plan_for(inputs, backend, splits=splits)
     out = torch.full_like(query, NAN)
     swa_torch.swa_decode(query, cache, table, lens, window=512, out=out, plan=plan)
     graph = torch.cuda.CUDAGraph()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import swa_torch
-from tests.contract.torch_runner import BACKENDS, torch_arguments
+from tests.contract.torch_runner import BACKENDS, device_of, torch_arguments
 from tests.failures.probes import step
 
 
@@ -15,7 +15,7 @@ from tests.failures.probes import step
 def test_heads_that_do_not_divide_write_nothing(backend, heads, kv_heads):
     """C59, fla-org/flash-linear-attention#1029: no head is silently left unwritten."""
     inputs = step((8,), heads=heads, kv_heads=1, k_dim=16)
-    device = torch.device("cuda" if backend == "triton" else "cpu")
+    device = device_of(backend)
     (query, cache, table, lens), _ = torch_arguments(inputs, device)
     bases = tuple(base.expand(-1, -1, kv_heads, -1) if kv_heads else base[:, :, :0] for base in cache.bases)
     output, gate = torch.full_like(query, 7.0), torch.zeros(query.shape[:2], device=device)

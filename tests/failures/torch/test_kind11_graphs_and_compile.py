@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import swa_torch
 from swa_plan import DeviceProfile, swa_decode_plan
 from tests.contract.backends import plan_for
-from tests.contract.torch_runner import BACKENDS, device_of, torch_arguments
+from tests.contract.torch_runner import BACKENDS, GPU_BACKENDS, device_of, torch_arguments
 from tests.failures.probes import step
 from tests.failures.torch.graphs import capture, counted_compilations
 
@@ -19,12 +19,13 @@ CUDA = torch.device("cuda")
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("query_len", [1, 4])
-def test_replay_follows_the_lengths(query_len):
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_replay_follows_the_lengths(backend, query_len):
     """C80, sgl-project/sglang#26019: neither splits nor lengths are frozen at capture time."""
     inputs = step([4096] * 8, query_len=query_len)
     (query, cache, table, lens), _ = torch_arguments(inputs, CUDA)
     call = {"window": 512, "query_len": query_len}
-    call["plan"] = swa_torch.plan_for(query, cache, table, **call)
+    call["plan"] = swa_torch.plan_for(query, cache, table, **call, backend=backend)
     lens.fill_(1)
     out = torch.empty_like(query)
     graph = capture(lambda: swa_torch.swa_decode(query, cache, table, lens, out=out, **call))
@@ -37,14 +38,15 @@ def test_replay_follows_the_lengths(query_len):
 
 
 @pytest.mark.gpu
-def test_graphs_of_one_pool_do_not_share_scratch():
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_graphs_of_one_pool_do_not_share_scratch(backend):
     """C82, ROCm/aiter#5430: partials of one graph survive other graphs, eager calls and other allocations."""
     pool = torch.cuda.graph_pool_handle()
     graphs, outs, eager, expected = {}, {}, {}, {}
     for name, lengths, splits in (("a", (4000, 700), 8), ("b", (4000, 1, 600, 33, 2000), 4)):
         inputs = step(lengths, seed=splits)
         positional, _ = torch_arguments(inputs, CUDA)
-        call = {"window": 512, "plan": plan_for(inputs, "triton", splits=splits)}
+        call = {"window": 512, "plan": plan_for(inputs, backend, splits=splits)}
         outs[name] = torch.empty_like(positional[0])
 
         def run_eager(positional=positional, call=call):
@@ -87,18 +89,19 @@ def test_plan_depends_on_shapes_alone():
 
 
 @pytest.mark.gpu
-def test_planning_while_capturing_reads_no_lengths():
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_planning_while_capturing_reads_no_lengths(backend):
     """C83, vllm-project/vllm#51119: captured with lengths of 1, replayed with 8000; a host read would fail."""
     inputs = step((8000, 8000))
     (query, cache, table, lens), _ = torch_arguments(inputs, CUDA)
-    before = swa_torch.plan_for(query, cache, table, window=512)
-    expected = swa_torch.swa_decode(query, cache, table, lens, window=512)
+    before = swa_torch.plan_for(query, cache, table, window=512, backend=backend)
+    expected = swa_torch.swa_decode(query, cache, table, lens, window=512, backend=backend)
     lens.fill_(1)
     out, plans = torch.empty_like(query), []
 
     def call():
-        plans.append(swa_torch.plan_for(query, cache, table, window=512))
-        swa_torch.swa_decode(query, cache, table, lens, window=512, out=out)
+        plans.append(swa_torch.plan_for(query, cache, table, window=512, backend=backend))
+        swa_torch.swa_decode(query, cache, table, lens, window=512, out=out, backend=backend)
 
     graph = capture(call)
     assert set(plans) == {before}
@@ -200,10 +203,11 @@ def batch(requests: int, columns: int, dim: int, query_len: int = 1) -> tuple:
 
 
 @pytest.mark.gpu
-def test_nothing_compiles_for_another_batch_or_table():
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_nothing_compiles_for_another_batch_or_table(backend):
     """C88, vllm-project/vllm-ascend#13637: 1, a multiple of 16 and other sizes are one kernel."""
     query, cache, table, _ = batch(64, 33, 112)  # a head size that no other test uses
-    plan = swa_torch.plan_for(query, cache, table, window=512)
+    plan = swa_torch.plan_for(query, cache, table, window=512, backend=backend)
     with counted_compilations() as compiled:
         swa_torch.warmup(plan, query, cache)
     assert 1 <= len(compiled) <= 2, compiled

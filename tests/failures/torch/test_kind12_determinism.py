@@ -9,18 +9,19 @@ import torch
 import swa_torch
 from swa_plan import tolerance
 from tests.contract.backends import plan_for
-from tests.contract.torch_runner import torch_arguments
+from tests.contract.torch_runner import GPU_BACKENDS, torch_arguments
 from tests.failures.probes import step
 from tests.failures.torch.graphs import same
 
 
 @pytest.mark.gpu
-def test_thousand_runs_give_the_same_bits():
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_thousand_runs_give_the_same_bits(backend):
     """C91, ROCm/FlyDSL#776: no race between splits and combine, with another stream hogging the memory."""
     lengths = np.random.default_rng(0).integers(4, 5001, 7)
     inputs = step(lengths, query_len=4)
     positional, _ = torch_arguments(inputs, torch.device("cuda"))
-    call = {"window": 512, "query_len": 4, "plan": plan_for(inputs, "triton", splits=8)}
+    call = {"window": 512, "query_len": 4, "plan": plan_for(inputs, backend, splits=8)}
     first = swa_torch.swa_decode(*positional, **call).clone()
     source = torch.zeros(1 << 28, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)

@@ -12,14 +12,15 @@ import torch
 import swa_torch
 from swa_plan import tolerance
 from tests.contract.backends import plan_for
-from tests.contract.torch_runner import BACKENDS
+from tests.contract.torch_runner import BACKENDS, GPU_BACKENDS
 from tests.failures.probes import decode
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("tokens", [65536, 70000])
-def test_more_tokens_than_a_grid_axis_may_have(tokens, splits):
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_more_tokens_than_a_grid_axis_may_have(backend, tokens, splits):
     """C99, jax-ml/jax#18361: tokens do not lie on an axis that ends at 65535."""
     device = torch.device("cuda")
     query = torch.zeros(tokens, 96, 192, dtype=torch.bfloat16, device=device)
@@ -27,12 +28,12 @@ def test_more_tokens_than_a_grid_axis_may_have(tokens, splits):
     value = numbers[:, None, None, None].expand(64, 16, 8, 192).contiguous()
     table = (torch.arange(tokens, device=device) * 7 % 64).int()[:, None]
     lens = torch.ones(tokens, dtype=torch.int32, device=device)
-    problem = swa_torch.plan_for(query[:64], (value, value), table, window=512, max_requests=tokens).problem
+    plan = swa_torch.plan_for(query[:64], (value, value), table, window=512, max_requests=tokens, backend=backend)
     gate = torch.full((tokens, 96), 30.0, device=device)
     out = torch.full_like(query, float("nan"))
     swa_torch.swa_decode(
         query, (value, value), table, lens,
-        window=512, gate=gate, out=out, plan=swa_torch.Plan.from_splits(problem, splits, 1),
+        window=512, gate=gate, out=out, plan=replace(plan, splits=splits),
     )  # fmt: skip
     wrong = (out != numbers[table[:, 0].long()][:, None, None]).sum()
     assert wrong.item() == 0

@@ -16,7 +16,7 @@ import torch
 import swa_torch
 from swa_plan import DeviceProfile, Problem, plan, tolerance
 from tests.contract.backends import plan_for
-from tests.contract.torch_runner import INTERPRETED, torch_arguments
+from tests.contract.torch_runner import GPU_BACKENDS, INTERPRETED, torch_arguments
 from tests.failures.probes import decode, step
 from tests.failures.torch.graphs import counted_compilations, same
 
@@ -77,7 +77,8 @@ def test_compiled_kernel_fits_into_shared_memory(capability, query_len, dtype, m
 
 
 @pytest.mark.gpu
-def test_first_requests_compile_nothing_after_warmup():
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_first_requests_compile_nothing_after_warmup(backend):
     """C123, vllm-project/vllm#43009: no compilation for 1, 2, 16 or 17 requests, plain or verifying."""
     steps = {}
     for query_len in (1, 4):
@@ -85,7 +86,7 @@ def test_first_requests_compile_nothing_after_warmup():
         inputs = step([600] * 17, query_len=query_len, k_dim=176)
         (query, cache, table, lens), _ = torch_arguments(inputs, CUDA)
         gate, out = torch.zeros(query.shape[:2], device=CUDA), torch.empty_like(query)
-        made = swa_torch.plan_for(query, cache, table, window=512, query_len=query_len)
+        made = swa_torch.plan_for(query, cache, table, window=512, query_len=query_len, backend=backend)
         with counted_compilations() as compiled:
             swa_torch.warmup(made, query, cache, gate=gate, out=out, key=query[:, :8], value=query[:, :8])
         assert 1 <= len(compiled) <= 3, compiled  # split; combine and append, unless the other rows had them
@@ -127,7 +128,8 @@ LATE_INPUTS = ("query", "key_page", "value_page", "block_table", "seq_lens", "ga
 @COMPILES
 @pytest.mark.parametrize("splits", [1, 8])
 @pytest.mark.parametrize("late", LATE_INPUTS)
-def test_late_writes_of_the_kernel_before_are_seen(late, splits):
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_late_writes_of_the_kernel_before_are_seen(backend, late, splits):
     """C125, triton-lang/triton#11905: no load moves above the wait for the producer.
 
     The producer lets its successor start at once, sleeps and then writes; results must be those of synchronised runs.
@@ -152,7 +154,7 @@ def test_late_writes_of_the_kernel_before_are_seen(late, splits):
         second = first - 37
     else:
         second = torch.randn_like(first)
-    base = plan_for(inputs, "triton", splits=splits)
+    base = plan_for(inputs, backend, splits=splits)
     # A Plan refuses one stage, and four of them fit with 64 keys a tile.
     plans = [replace(base, tile=64, stages=stages) for stages in (2, 3, 4)]
     out = torch.empty_like(query)
@@ -205,11 +207,12 @@ from tests.contract.backends import plan_for
 from tests.contract.torch_runner import torch_arguments
 from tests.failures.torch.graphs import capture
 from tests.failures.probes import step
+import sys
 import swa_torch
 inputs = step((700, 1, 64))
 positional, _ = torch_arguments(inputs, torch.device("cuda"))
 for splits in (1, 8):
-    made = plan_for(inputs, "triton", splits=splits)
+    made = plan_for(inputs, sys.argv[1], splits=splits)
     out = torch.empty_like(positional[0])
     eager = swa_torch.swa_decode(*positional, window=512, plan=made)
     graph = capture(lambda: swa_torch.swa_decode(*positional, window=512, plan=made, out=out))
@@ -224,10 +227,11 @@ print("finished")
 
 @pytest.mark.gpu
 @COMPILES
-def test_chains_of_dependent_launches_do_not_hang():
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_chains_of_dependent_launches_do_not_hang(backend):
     """C126, flashinfer-ai/flashinfer#3120: eager calls and graph replays after each other, within 60 seconds."""
     result = subprocess.run(
-        [sys.executable, "-c", HANG], capture_output=True, text=True, timeout=60, cwd=ROOT,
+        [sys.executable, "-c", HANG, backend], capture_output=True, text=True, timeout=60, cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert result.stdout.strip() == "finished", result.stderr

@@ -1,0 +1,1 @@
+"""The split kernel for Hopper, in Gluon; imported only when a call needs it."""
