@@ -33,6 +33,8 @@ class Memory(NamedTuple):
 
 def why_not_described(cache: torch.Tensor) -> str | None:
     """Return why TMA cannot address a cache ``[pages, block, kv_heads, dim]``, None if it can."""
+    if not cache.numel():
+        return "a cache without pages has no memory to address"
     if cache.data_ptr() % ALIGNMENT:
         return f"a cache must start at a multiple of {ALIGNMENT} bytes, not at {cache.data_ptr()}"
     strides = [stride for size, stride in zip(cache.shape, cache.stride()[:3], strict=False) if size > 1]

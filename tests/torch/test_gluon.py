@@ -246,6 +246,10 @@ def test_an_axis_of_one_may_have_any_stride():
     assert all(stride % 8 == 0 for stride in describe(odd).strides[:-1])
 
 
+def test_a_cache_without_pages_is_handed_over():
+    assert "without pages" in _descriptors.why_not_described(torch.empty(0, 16, 1, 64, dtype=torch.bfloat16))
+
+
 def test_descriptors_are_remembered_and_told_apart():
     memory = torch.empty(1 << 14, dtype=torch.bfloat16)
     views = [
