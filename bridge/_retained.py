@@ -5,7 +5,6 @@ Both allocators give memory that is free on the host to whoever asks next, and o
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -78,24 +77,22 @@ class Retained:
             del self._read[0]
 
 
-_outliving: list[tuple[Callable[[], bool], torch.device, Any]] = []
-_outliving_lock = threading.Lock()
+_outliving: dict[object, tuple[Callable[[], bool], torch.device, Any]] = {}
+"""No lock guards it: who holds one may be interrupted by a collection, which closes a session and comes here again."""
 
 
 def outlive(unused: Callable[[], bool], device: torch.device, kept: Any) -> None:
     """Keep something beyond its session: until it is unused, and its device has been waited for after that."""
-    with _outliving_lock:
-        _outliving.append((unused, device, kept))
+    _outliving[object()] = unused, device, kept
 
 
 def release_outliving() -> None:
     """Let go what is unused by now, after waiting for its device."""
-    with _outliving_lock:
-        unused = [each for each in _outliving if each[0]()]
-        for device in {each[1] for each in unused}:
-            synchronise(device)
-        gone = {id(each) for each in unused}
-        _outliving[:] = [each for each in _outliving if id(each) not in gone]
+    unused = {key: each for key, each in _outliving.copy().items() if each[0]()}
+    for device in {each[1] for each in unused.values()}:
+        synchronise(device)
+    for key in unused:
+        _outliving.pop(key, None)
 
 
 def synchronise(device: torch.device) -> None:

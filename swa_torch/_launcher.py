@@ -35,34 +35,49 @@ def make_run(compiled: Any, grid: tuple[int, int, int], places: list[int], numbe
     launcher = getattr(compiled, "run", None)
     state = getattr(launcher, "__dict__", {})
     if "launch" in state and state.keys() <= _KNOWN_STATE and not any(state.get(name) for name in _WORK_AT_EACH_LAUNCH):
-        # The launcher in Python calls a function in C: which arguments does it pass?
-        launch = state["launch"]
-        stream, arguments = object(), [object() for _ in range(len(places) + len(numbers))]
-        passed: list[Any] = []
-        asked = copy.copy(launcher)
-        asked.launch = lambda *values: passed.extend(values)  # pyright: ignore[reportOptionalMemberAccess]
-        asked(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)  # pyright: ignore[reportOptionalCall]
-        if stream in passed:
-            at = passed.index(stream)
-            before, after = passed[:at], passed[at + 1 :]
-            if after[-len(arguments) :] == arguments:
-                after = after[: -len(arguments)]
-                return lambda stream, addresses: launch(*before, stream, *after, *pick(addresses), *numbers)
-            if after[-1:] == [tuple(arguments)]:
-                after = after[:-1]
+        launch, count = state["launch"], len(places) + len(numbers)
+        found = _ask(launcher, compiled, grid, count)
+        # What differs from launch to launch would be lost.
+        if found is not None and found == _ask(launcher, compiled, grid, count):
+            before, after, packed = found
+            if packed:
                 return lambda stream, addresses: launch(*before, stream, *after, (*pick(addresses), *numbers))
+            return lambda stream, addresses: launch(*before, stream, *after, *pick(addresses), *numbers)
     runner = compiled[grid]
     return lambda stream, addresses: runner(*pick(addresses), *numbers, stream=stream)
 
 
+def _ask(
+    launcher: Any, compiled: Any, grid: tuple[int, int, int], count: int
+) -> tuple[list[Any], list[Any], bool] | None:
+    """Return what a launcher in Python passes to its function in C, without launching; None where it is unclear.
+
+    That is what comes before the stream, what comes between it and the kernel's ``count`` arguments, and whether these
+    are one tuple.
+    """
+    stream, arguments = object(), [object() for _ in range(count)]
+    passed: list[Any] = []
+    asked = copy.copy(launcher)
+    asked.launch = lambda *values: passed.extend(values)
+    asked(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+    if stream not in passed:
+        return None
+    at = passed.index(stream)
+    before, after = passed[:at], passed[at + 1 :]
+    if after[-count:] == arguments:
+        return before, after[:-count], False
+    if after[-1:] == [tuple(arguments)]:
+        return before, after[:-1], True
+    return None
+
+
 def is_hooked() -> bool:
     """Whether a profiler of Triton's own (Proton) watches launches."""
-    runtime = _runtime_knobs()
+    runtime, chain = _hooks()
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    try:
+    if type(enter) is chain and type(leave) is chain:
         return bool(enter.calls or leave.calls)
-    except AttributeError:  # a function that somebody put there, or none
-        return enter is not None or leave is not None
+    return enter is not None or leave is not None  # what somebody put there, or none
 
 
 def device_getter() -> Callable[[], int]:
@@ -72,14 +87,18 @@ def device_getter() -> Callable[[], int]:
 
 @functools.cache
 def stream_getter() -> Callable[[int | None], int]:
-    """Return Triton's own way to torch's current stream, which costs a tenth of a ``torch.cuda.Stream``."""
-    from triton.runtime import driver
+    """Return the way to the address of torch's current stream, which costs a tenth of a ``torch.cuda.Stream``."""
+    found = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if found is None:
+        from triton.runtime import driver
 
-    return driver.active.get_current_stream  # pyright: ignore[reportAttributeAccessIssue]
+        found = driver.active.get_current_stream  # pyright: ignore[reportAttributeAccessIssue]
+    return found
 
 
 @functools.cache
-def _runtime_knobs() -> Any:
+def _hooks() -> tuple[Any, Any]:
+    """Return where Triton's hooks are, and the class of a chain of them."""
     from triton import knobs
 
-    return knobs.runtime
+    return knobs.runtime, getattr(knobs, "HookChain", None)

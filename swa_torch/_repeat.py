@@ -8,6 +8,7 @@ that want to see an operator, gradients, another current device, an output that 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
 REMEMBERED_CALLS = 4096
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _PARTS_OF_COMPLEX = frozenset(
-    value.to_real() for value in vars(torch).values() if isinstance(value, torch.dtype) and value.is_complex
+    value.to_real() for value in [*vars(torch).values()] if isinstance(value, torch.dtype) and value.is_complex
 )
-"""What ``conj().imag`` can be: no tensor of another dtype waits to be negated, and asking costs as much as a stride."""
+"""What ``conj().imag`` can be: no public function of torch leaves a tensor of another dtype to be negated later, and
+asking costs as much as a stride."""
 
 TENSORS = (
     "query", "key_cache", "value_cache", "block_table", "seq_lens", "gate", "cu_query_lens", "kv_start", "kv_end",
@@ -83,6 +85,8 @@ class Again:
 
 
 _remembered: dict[Key, Again] = {}
+_lock = threading.Lock()
+"""Held while something is remembered or forgotten."""
 
 
 def key_of(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Key | None:
@@ -130,7 +134,7 @@ def run_again(key: Key, tensors: tuple[Any, ...]) -> tuple[torch.Tensor, Any] | 
         addresses[_OUTPUT] = output.data_ptr()
     elif _may_overlap(_OUTPUT, addresses, again.reaches):
         return None
-    if _misaligned(addresses) != again.misaligned:
+    if _misaligned(addresses) != again.misaligned or (0 in addresses and not _all_there(addresses, again.reaches)):
         return None
     workspace = addresses[_WORKSPACE]
     if workspace is not None:
@@ -154,15 +158,18 @@ def remember(key: Key, tensors: tuple[Any, ...], call: DecodeCall) -> None:
     """
     if call.plan.kernel != "portable" or not call.query.shape[0] or not call.block_table.shape[0]:
         return
+    if is_hooked():  # what was compiled may be for the profiler
+        return
     if any(tensor is not None and (type(tensor) not in _PLAIN_TYPES or tensor.is_neg()) for tensor in tensors):
         return  # a subclass wants to see an operator, and a tensor that is yet to be negated needs one
     try:
         again = _again(tensors, call)
     except Exception:  # the call itself has succeeded: what cannot be repeated goes the long way again
         return
-    while len(_remembered) >= REMEMBERED_CALLS:
-        _remembered.pop(next(iter(_remembered)), None)  # the oldest
-    _remembered[key] = again
+    with _lock:
+        while len(_remembered) >= REMEMBERED_CALLS:
+            del _remembered[next(iter(_remembered))]  # the oldest
+        _remembered[key] = again
 
 
 def _again(tensors: tuple[Any, ...], call: DecodeCall) -> Again:
@@ -202,6 +209,11 @@ def _kernel(launch: Launch) -> Kernel:
 def _misaligned(addresses: Addresses) -> tuple[int, ...]:
     """Return query, caches and output modulo 16: the addresses that Triton compiles for."""
     return addresses[0] % 16, addresses[1] % 16, addresses[2] % 16, addresses[_OUTPUT] % 16
+
+
+def _all_there(addresses: Addresses, reaches: dict[int, int]) -> bool:
+    """Whether no tensor that has elements is without memory, as one of zeros may be that was never filled."""
+    return not any(addresses[place] == 0 and reach for place, reach in reaches.items())
 
 
 def _reach(tensor: torch.Tensor) -> int:

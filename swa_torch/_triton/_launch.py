@@ -64,7 +64,8 @@ def paired(value_cache: torch.Tensor, piece: int, query: torch.Tensor) -> tuple[
     from pairs.
     """
     name = PAIR_FORMATS.get(value_cache.dtype)
-    odd = any(stride % 2 for stride in (value_cache.storage_offset(), *value_cache.stride()[:3]))
+    start = value_cache.data_ptr(), value_cache.storage_offset()  # torch asks for the second
+    odd = any(bytes_ % 2 for bytes_ in (*start, *value_cache.stride()[:3]))
     if name is None or piece < LEAST_PAIRED_PIECE or odd or query.dtype == torch.float32:
         return readable(value_cache, query.device), None
     if name != "int8" and device_profile(query.device).capability >= FP8_CAPABILITY:

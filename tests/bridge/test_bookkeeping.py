@@ -5,6 +5,7 @@ when memory is let go.
 """
 
 import gc
+import threading
 import weakref
 
 import pytest
@@ -67,7 +68,7 @@ def gpu(monkeypatch):
     for module in (_retained, _session):
         monkeypatch.setattr(module, "synchronise", lambda device: gpu.log.append("synchronise"))
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(_retained, "_outliving", [])
+    monkeypatch.setattr(_retained, "_outliving", {})
 
     def await_result(array, stream):
         weakref.finalize(array, gpu.log.append, "let go")
@@ -231,7 +232,30 @@ def test_a_session_dropped_under_capture_is_kept(gpu, x, monkeypatch):
     assert len(_retained._outliving) == 1
     gpu.session({"x": x}).close()
     assert gpu.log[0] == "synchronise"
-    assert _retained._outliving == []
+    assert not _retained._outliving
+
+
+def test_a_session_may_be_collected_while_another_is_made(gpu, x):
+    """By a collection that starts in the midst of letting things go: no lock may be waited for there."""
+
+    class Model:
+        pass
+
+    def make():
+        model = Model()
+        model.session, model.itself = gpu.session({"x": x}), model
+
+    def collect():
+        gc.collect()
+        return False
+
+    make()
+    _retained.outlive(collect, torch.device("cpu"), None)
+    release = threading.Thread(target=_retained.release_outliving, daemon=True)
+    release.start()
+    release.join(20)
+    assert not release.is_alive(), "deadlock"
+    assert all(made() is None for made in gpu.made)
 
 
 def test_steps_must_be_jitted(gpu, x):

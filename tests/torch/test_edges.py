@@ -200,3 +200,19 @@ def test_a_chip_without_fp8_reads_the_same_values(monkeypatch, name):
     out, lse = run(inputs, "interpret")
     assert same_bits(out, expected[0])
     assert lse is None or same_bits(lse, expected[1])
+
+
+@pytest.mark.parametrize("start", [0, 1, 2])
+@pytest.mark.parametrize("offset", [0, 1, 2])
+def test_bytes_are_read_in_pairs_only_at_even_addresses(start, offset):
+    """A storage that begins at an odd address has elements of no offset there."""
+    pytest.importorskip("triton", reason="needs Triton")
+    from swa_torch._triton import _launch
+
+    memory = bytearray(4096)
+    even = torch.frombuffer(memory, dtype=torch.int8).data_ptr() % 2
+    storage = torch.frombuffer(memory, dtype=torch.int8, offset=even + start)
+    cache = storage.as_strided((2, 8, 2, 32), (512, 64, 32, 1), offset)
+    read, pairs = _launch.paired(cache, 32, torch.empty(1, dtype=torch.bfloat16))
+    assert (pairs is not None) == (start % 2 == 0 and offset % 2 == 0)
+    assert read.data_ptr() == cache.data_ptr()

@@ -83,7 +83,17 @@ class Rearranged(Launcher):
         self.launch(stream, *reversed(args))
 
 
-@pytest.mark.parametrize("kind", [Hidden, Rearranged])
+class Counting(Launcher):
+    """Passes a number of the launch, which is nowhere in what it holds."""
+
+    launches = 0
+
+    def __call__(self, gridX, gridY, gridZ, stream, function, *args):
+        Counting.launches += 1
+        self.launch(gridX, gridY, gridZ, Counting.launches, stream, *args)
+
+
+@pytest.mark.parametrize("kind", [Hidden, Rearranged, Counting])
 def test_arguments_that_are_not_found_again_are_passed_as_documented(kind):
     compiled = Compiled(kind(lambda *values: None))
     _launcher.make_run(compiled, GRID, PLACES, NUMBERS)(STREAM, ADDRESSES)
@@ -95,6 +105,13 @@ def test_all_that_the_installed_launcher_holds_is_known():
     held = set(re.findall(r"\bself\.(\w+) = ", inspect.getsource(driver.CudaLauncher.__init__)))
     assert "launch" in held
     assert held <= _launcher._KNOWN_STATE
+
+
+def test_a_hook_that_is_no_chain_is_seen(monkeypatch):
+    from triton import knobs
+
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[]))  # of its own
+    assert _launcher.is_hooked()
 
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])

@@ -395,6 +395,31 @@ def test_a_profiler_of_triton_sees_the_launch(kernels, step):
         knobs.runtime.launch_enter_hook.remove(watch)
 
 
+def test_what_is_compiled_under_a_profiler_of_triton_is_not_remembered(kernels, step):
+    """It may be made for the profiler."""
+    from triton import knobs
+
+    knobs.runtime.launch_enter_hook.add(print)
+    try:
+        swa_decode(*step, window=WINDOW)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(print)
+    assert not _repeat._remembered
+
+
+def test_zeros_without_memory_take_the_long_way(kernels, step):
+    gate = torch._efficientzerotensor(*gate_like(step).shape)
+    assert gate.data_ptr() == 0
+    swa_decode(*step, window=WINDOW, gate=gate_like(step))
+    assert not launched_directly(kernels, lambda: swa_decode(*step, window=WINDOW, gate=gate))
+
+
+def test_a_table_without_columns_has_no_memory_either(kernels, step):
+    empty = [*step[:2], step.block_table[:, :0].contiguous(), step.seq_lens]
+    swa_decode(*empty, window=WINDOW)
+    assert launched_directly(kernels, lambda: swa_decode(*empty, window=WINDOW))
+
+
 def test_an_unknown_launcher_is_asked_as_documented(kernels, step, monkeypatch):
     runs = []
 
