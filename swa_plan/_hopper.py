@@ -104,6 +104,8 @@ def hopper_choice(problem: Problem, device: DeviceProfile) -> tuple[int, int, in
     keys = problem.row_keys + pack - 1
     splits = min(device.num_sms // max(1, programs), _MOST_SPLITS, keys // HOPPER_TILE)
     splits = max(1, splits, min(ceil_div(keys, _LONGEST_CHUNK), _MOST_SPLITS))
+    granules = ceil_div(max(1, keys), HOPPER_GRANULE)
+    splits = ceil_div(granules, ceil_div(granules, splits))  # none without keys
     stages = _ring(problem, device, pack, splits, programs * splits)
     return pack, splits, HOPPER_TILE, hopper_warps(problem, pack, splits), stages
 

@@ -200,7 +200,7 @@ def _hopper_plan(plan: Plan, splits: int, pack: int) -> Plan:
     limit = DeviceProfile.named("h200").shared_memory
     rings = range(plan.stages, 1, -1)
     ring = next(each for each in rings if hopper_shared_bytes(plan.problem, pack, splits, each) <= limit)
-    return replace(plan, splits=splits, pack=pack, stages=ring, warps=hopper_warps(plan.problem, pack))
+    return replace(plan, splits=splits, pack=pack, stages=ring, warps=hopper_warps(plan.problem, pack, splits))
 
 
 def to_result(returned: Any, to_numpy: Any) -> Result:

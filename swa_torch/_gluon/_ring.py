@@ -1,9 +1,10 @@
 """The ring of shared-memory slots through which keys and values come: which boxes a tile has, and copying them.
 
 A tile is 64 keys or the values of 64 keys, copied by TMA in boxes of ``BOX`` consecutive slots of one page. Boxes start
-at absolute multiples of ``BOX``, so that none crosses a page. Exactly the keys of a chunk are read: the first and the
-last box are shifted, and what then lies outside a box, as what lies outside the cache, TMA fills with zeros and counts
-as copied. Zeros are what is needed: a weight of zero times a stale NaN would be NaN.
+at absolute multiples of ``BOX``, so that none crosses a page. Only the keys of a chunk are read: the first and the last
+box are shifted, and what then lies outside a box, as what lies outside the cache, TMA fills with zeros and counts as
+copied. Zeros are what is needed: a weight of zero times a stale NaN would be NaN. A chunk with both ends inside one box
+is the exception; there the kernel erases what was read in front of it.
 """
 
 from triton.experimental import gluon
@@ -64,8 +65,8 @@ def copy_tile(
 ):  # fmt: skip
     """Start copying a tile's boxes, whose page ids are ``ids[FIRST:]``, into a slot of every piece.
 
-    ``full`` completes when all bytes are there. Each piece is memory of its own, so that Triton sees that no two copies
-    of a box meet, and makes none wait for another.
+    ``full`` completes when all bytes are there. Triton puts a barrier before every copy, because all of them name that
+    one mbarrier; one mbarrier for each piece was not faster.
     """
     BOXES: gl.constexpr = TILE // BOX
     arrival = full.index(slot)

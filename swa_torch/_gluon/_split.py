@@ -135,6 +135,7 @@ def erase_stale_values(slots, slot, first_row, end_row, PIECES: gl.constexpr, LA
         value = piece.load(LAYOUT)
         piece.store(gl.where(stale[:, None], 0.0, value).to(value.dtype))
     fence_async_shared()
+    barrier()  # no warp's product may read before every warp's fence
 
 
 @gluon.jit
@@ -445,6 +446,9 @@ def swa_decode_split_hopper(
             gate_factor = gl.where(total == 0.0, 0.0, opened)[None, :]
         OUT_DTYPE: gl.constexpr = Output.dtype.element_ty
         attention = round_and_gate(attention, gate_factor, OUT_DTYPE, Gate is not None, V_PIECES)
+        # What turns the output lies where the ring was, which the other warpgroup's last product may still read: Triton
+        # counts an asynchronous product as read when it is started (triton#11047).
+        barrier()
         out_base = (
             Output + memory_token.to(gl.int64)[:, None] * OUT_TOKEN + memory_head.to(gl.int64)[:, None] * OUT_HEAD
         )

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from swa_plan import DeviceProfile, Plan, Problem, plan
 from swa_plan._chosen import check_fits
 from swa_plan._hopper import hopper_shared_bytes, why_not_hopper
+from swa_plan._shapes import ceil_div
 
 H200 = DeviceProfile.named("h200")
 PROBLEM = Problem(16, 64, 8, 192, 192, 512, 64, 128)
@@ -131,7 +132,9 @@ def test_every_plan_fits_and_leaves_nothing_out(requests, kv_heads, group, k_dim
     assert made.row_tiles == -(-query_len // made.pack)
     assert made.pack == 1 or made.pack * group <= 64
     # No split of a full window would be without keys.
-    assert (made.splits - 1) * made.granule < max(1, problem.row_keys + made.pack - 1)
+    keys = max(1, problem.row_keys + made.pack - 1)
+    chunk = ceil_div(ceil_div(keys, made.granule), made.splits) * made.granule
+    assert (made.splits - 1) * chunk < keys
 
 
 WRONG = {

@@ -57,6 +57,12 @@ FORMS = [
     (larger("ragged-split", "their partials", seq_lens=(700, 5, 512, 3), query_len=4, row_counts=(4, 0, 5, 1),
             padding_rows=3), 3, 2),
     (larger("int64", "indices of 64 bits", index_dtype="int64"), 2, 1),
+    (larger("wide-ids", "page ids that are known ones in 32 bits", index_dtype="int64",
+            invalid_pages=((0, 5, 3 + (1 << 32)), (1, 7, -(1 << 33)))), 1, 1),
+    (larger("last-page", "the last of 64 small pages unknown", seq_lens=(1013,), window=1008, block=16, dim=64,
+            invalid_pages=((0, 63, -1),)), 1, 1),
+    (larger("two-warpgroups", "32 rows of a few tiles", seq_lens=(330, 250, 100), window=200, heads=8, query_len=4),
+     1, 4),
 ]  # fmt: skip
 
 
@@ -70,9 +76,38 @@ def check(case, backend, *, splits=None, pack=None):
     assert lse is None or same_bits(lse, poisoned[1]), case
 
 
+@pytest.fixture
+def hopper_launches(monkeypatch, backend):
+    """Return a list with an entry for each call that the Hopper kernel takes."""
+    taken = []
+    if backend == "gluon":
+        from swa_torch._gluon import _launch
+
+        launches = _launch.launches
+        monkeypatch.setattr(_launch, "launches", lambda call: taken.append(call.plan) or launches(call))
+    return taken
+
+
 @pytest.mark.parametrize("case, splits, pack", FORMS, ids=[str(case) for case, _, _ in FORMS])
-def test_every_form_is_right_and_blind_to_poison(case, splits, pack, backend):
+def test_every_form_is_right_and_blind_to_poison(case, splits, pack, backend, hopper_launches):
     check(case, backend, splits=splits, pack=pack)
+    assert bool(hopper_launches) == (backend == "gluon"), "another kernel ran"
+
+
+@pytest.mark.parametrize("name", ["two-warpgroups", "inside-a-tile", "verify-4-split"])
+def test_repeats_agree_on_a_busy_gpu(name, backend):
+    """A read that nothing orders gives other bits sooner or later."""
+    import torch
+
+    case, splits, pack = next(form for form in FORMS if form[0].name == name)
+    inputs = inputs_for(replace(case, seq_lens=case.seq_lens * 88, max_blocks=case.max_blocks), backend, seed=1)
+    plan = plan_for(inputs, backend, splits=splits, pack=pack)
+    first, busy = run(inputs, backend, plan=plan)[0], torch.randn(2048, 2048, device="cuda").bfloat16()
+    side = torch.cuda.Stream()
+    for _ in range(100):
+        with torch.cuda.stream(side):
+            torch.mm(busy, busy)
+        assert same_bits(run(inputs, backend, plan=plan)[0], first)
 
 
 # Pages smaller than a tile, as large, larger, no power of two, and not of whole 16-byte rows of it.
@@ -82,11 +117,12 @@ def test_every_form_is_right_and_blind_to_poison(case, splits, pack, backend):
     ["pages block kv_heads dim", "pages kv_heads block dim", "kv pages block kv_heads dim",
      "pages kv block kv_heads dim", "pages kv_heads block (kv dim)", "pages block kv_heads (kv dim)"],
 )  # fmt: skip
-def test_every_page_size_in_every_layout(layout, block, backend):
+def test_every_page_size_in_every_layout(layout, block, backend, hopper_launches):
     check(
         larger("pages", "pages of every size", seq_lens=(1200, 528, 33), block=block, layout=layout, heads=32,
                kv_heads=2), backend,
     )  # fmt: skip
+    assert bool(hopper_launches) == (backend == "gluon" and block % 16 == 0)
 
 
 @pytest.mark.parametrize("seed", range(60))
