@@ -112,7 +112,7 @@ class PagedCache:
         """
         if torch.compiler.is_compiling() or isinstance(self.bases[0], FakeTensor):
             return layer_views(self.bases, self.layout, self.k_dim, self.v_dim, layer)
-        key = (layer, type(layer), *(base.data_ptr() for base in self.bases))
+        key = (layer, type(layer), *[base.data_ptr() for base in self.bases])  # a generator would take longer
         found = self._views.get(key)
         if found is None:
             if len(self._views) >= REMEMBERED_VIEWS:

@@ -194,6 +194,10 @@ def launched_directly(kernels, call):
     return len(kernels.split.launched) > before
 
 
+def remembered_calls():
+    return sum(len(alike.calls) for alike in _repeat._remembered.values())
+
+
 # Each looks different from the call before in one respect that decides checks, plan or machine code.
 OTHERS = {
     "window": lambda step: {"window": WINDOW + 1},
@@ -298,13 +302,14 @@ def test_a_kernel_whose_tensors_do_not_come_first_is_refused(names):
     arguments = {name: others.get(name, torch.zeros(1)) for name in names}
     kernel = SimpleNamespace(arg_names=names, warmup=lambda **options: None)
     with pytest.raises(ValueError, match="first arguments must be tensors of a call"):
-        _repeat._kernel(_launch.Launch(kernel, (1, 1, 1), arguments, {}))
+        _repeat._kernel(_launch.Launch(kernel, (1, 1, 1), arguments, {}), _repeat._ARGUMENTS)
 
 
 def test_compiled_kernels_are_kept(kernels, step):
     """Triton unloads a kernel that nobody refers to."""
     swa_decode(*step, window=WINDOW)
-    ((again,),) = ([*_repeat._remembered.values()],)
+    (alike,) = _repeat._remembered.values()
+    (again,) = alike.calls.values()
     assert again.kernels[0].compiled.function == 11
 
 
@@ -332,6 +337,7 @@ def test_another_alignment_is_compiled_anew(kernels, step):
     swa_decode(*step, window=WINDOW)
     shifted = torch.empty(step.query.numel() + 1)[1:].view(step.query.shape)
     assert not launched_directly(kernels, lambda: swa_decode(shifted, *step[1:], window=WINDOW))
+    assert launched_directly(kernels, lambda: swa_decode(shifted, *step[1:], window=WINDOW))
 
 
 def test_an_output_over_an_input_is_refused_again(kernels, step):
@@ -354,6 +360,21 @@ def test_gradients_are_refused_again(kernels, step):
         assert launched_directly(kernels, lambda: swa_decode(query, *step[1:], window=WINDOW))
     with pytest.raises(NotImplementedError, match="query with requires_grad"):
         swa_decode(query, *step[1:], window=WINDOW)
+
+
+@pytest.mark.parametrize("name", ["gate", "sinks", "k_scale", "out"])
+def test_gradients_of_any_input_are_refused_again(kernels, step, name):
+    tensors = {
+        "gate": gate_like(step), "sinks": torch.zeros(HEADS), "k_scale": torch.ones(()),
+        "out": torch.empty(4, HEADS, DIM),
+    }  # fmt: skip
+    for _ in range(2):
+        swa_decode(*step, window=WINDOW, **tensors)
+    tensors[name].requires_grad_()
+    with pytest.raises(NotImplementedError, match=f"{name} with requires_grad"):
+        swa_decode(*step, window=WINDOW, **tensors)
+    with torch.no_grad():
+        assert launched_directly(kernels, lambda: swa_decode(*step, window=WINDOW, **tensors))
 
 
 def test_modes_see_the_operator(kernels, step):
@@ -457,7 +478,33 @@ def test_no_more_calls_are_remembered_than_said(kernels, step, monkeypatch):
     monkeypatch.setattr(_repeat, "REMEMBERED_CALLS", 3)
     for window in range(1, 9):
         swa_decode(*step, window=window)
-        assert len(_repeat._remembered) <= 3
+        assert remembered_calls() <= 3
+
+
+def test_no_more_looks_of_equal_options_are_remembered_than_said(kernels, step, monkeypatch):
+    monkeypatch.setattr(_repeat, "REMEMBERED_CALLS", 3)
+    query, cache, table, lengths = step
+    plan = plan_for(query, cache, table, window=WINDOW)
+    for blocks in (1, 2, 3, 4, 1, 2, 3, 4):
+        swa_decode(query, cache, table[:, :blocks].contiguous(), lengths, window=WINDOW, plan=plan)
+        assert remembered_calls() <= 3
+
+
+def test_calls_of_equal_options_take_turns(kernels, step):
+    """Batches of different sizes, each with the arguments of its own."""
+    query, cache, table, lengths = step
+    plan = two_splits(step)
+
+    def call(requests):
+        return swa_decode(query[:requests], cache, table[:requests], lengths[:requests], window=WINDOW, plan=plan)
+
+    for requests in (4, 2, 3):
+        call(requests)
+    assert remembered_calls() == 3
+    for requests in (4, 4, 2, 3, 4, 2):
+        assert launched_directly(kernels, lambda requests=requests: call(requests))
+        assert kernels.split.launched[-1][1]["requests"] == requests
+        assert kernels.combine.launched[-1][0] == (requests, HEADS, 1)
 
 
 def test_nothing_is_kept_alive(kernels):
@@ -468,7 +515,7 @@ def test_nothing_is_kept_alive(kernels):
         return [weakref.ref(tensor) for tensor in (step.query, *step.cache.bases, *step[2:], gate, out, lse)]
 
     call()
-    assert len(_repeat._remembered) == 1
+    assert remembered_calls() == 1
     kernels.split.launched.clear()
     kept = call()
     assert kernels.split.launched
@@ -524,7 +571,7 @@ def test_bits_on_a_gpu(splits, cache_dtype):
         assert same_bits(repeated, swa_decode(*args, **options, return_lse=True))
         again = swa_decode(*args, **options, return_lse=True)
         assert same_bits(repeated, again)
-    assert len(_repeat._remembered) == 1
+    assert remembered_calls() == 1
 
 
 @pytest.mark.gpu
