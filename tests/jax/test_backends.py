@@ -99,8 +99,14 @@ def test_several_layers_are_one_command_buffer(tmp_path):
 def test_plans_are_for_launches_that_wait():
     """XLA has no dependent launch, so that a combine costs more and fewer steps are split."""
     h200 = DeviceProfile.named("h200")
-    shapes = [((9, 64, 192), jnp.bfloat16), ((64, 64, 8, 192), jnp.bfloat16), ((9, 32), jnp.int32)]
-    query, pages, table = (jax.ShapeDtypeStruct(*shape) for shape in shapes)
-    chosen = swa_pallas.plan_for(query, (pages, pages), table, window=512, device=h200)
-    assert chosen == plan(chosen.problem, h200, dependent_launch=False)
-    assert chosen != plan(chosen.problem, h200)
+    differing = []
+    for requests in range(1, 33):
+        shapes = [((requests, 64, 192), jnp.bfloat16), ((64, 64, 8, 192), jnp.bfloat16), ((requests, 32), jnp.int32)]
+        query, pages, table = (jax.ShapeDtypeStruct(*shape) for shape in shapes)
+        chosen = swa_pallas.plan_for(query, (pages, pages), table, window=512, device=h200)
+        assert chosen == plan(chosen.problem, h200, dependent_launch=False)
+        other = plan(chosen.problem, h200)
+        if chosen != other:
+            differing.append((chosen.splits, other.splits))
+    assert differing
+    assert all(waiting <= launched_early for waiting, launched_early in differing)
