@@ -15,7 +15,6 @@ from swa_plan._hopper import (
     chunk_tiles,
     hopper_rows,
     segment_tiles,
-    why_not_hopper,
 )
 from swa_plan._shapes import ceil_div
 from swa_torch._call import DecodeCall
@@ -28,9 +27,7 @@ from swa_torch._triton._launch import Launch, gate_strides, launch_options, scal
 
 def covers(call: DecodeCall) -> str | None:
     """Return why this kernel cannot run a call, None if it can; the portable kernel then runs it."""
-    if call.plan.batch_invariant:
-        return "it does not cut chunks at absolute positions"
-    return why_not_hopper(call.plan.problem) or why_not_described(call.key_cache) or why_not_described(call.value_cache)
+    return call.plan.why_handed_over or why_not_described(call.key_cache) or why_not_described(call.value_cache)
 
 
 def decode(call: DecodeCall) -> None:
@@ -46,7 +43,7 @@ def decode(call: DecodeCall) -> None:
 @functools.lru_cache(maxsize=1024)
 def portable_plan(plan: Plan, device: DeviceProfile) -> Plan:
     """Return the plan with which the portable kernel does the same: the same programs and partials, its own tile."""
-    if plan.batch_invariant or why_not_hopper(plan.problem) is not None:
+    if plan.why_handed_over is not None:
         return plan  # made for the portable kernel
     tile = choose_tile(plan.problem, plan.pack, plan.splits, device)
     return Plan(plan.problem, "portable", plan.pack, plan.splits, *tile, device=plan.device)

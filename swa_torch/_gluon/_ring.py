@@ -90,10 +90,10 @@ def copy_tile(
 @gluon.jit
 def copy_step(
     Keys, Values, ids, tile, of_values, origin, boxes, head_shift, tail_shift, kv_head, slots, full, slot,
-    BLOCK: gl.constexpr, BOX: gl.constexpr, K_PIECES: gl.constexpr, V_PIECES: gl.constexpr,
+    BLOCK: gl.constexpr, BOX: gl.constexpr, K_PIECES: gl.constexpr, V_PIECES: gl.constexpr, VALUES_ONLY: gl.constexpr,
 ):  # fmt: skip
-    """Start copying the keys or the values of a tile."""
-    if of_values:
+    """Start copying the keys or the values of a tile; ``VALUES_ONLY`` where keys cannot be meant."""
+    if VALUES_ONLY or of_values:
         copy_tile(
             Values, ids, tile, origin, boxes, head_shift, tail_shift, kv_head, slots, full, slot, 0, BLOCK, BOX,
             V_PIECES,

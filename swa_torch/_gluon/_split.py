@@ -309,16 +309,10 @@ def swa_decode_split_hopper(
         if (stage >= first_tiles) & (stage < 2 * tiles):
             tile, of_values = tile_at(stage, tiles, SEGMENT, ONE_SEGMENT)
             value_ids = load_pages(table, tile * BOXES, boxes, origin, pages, BOXES, BLOCK, BOX)
-            if ONE_SEGMENT:
-                copy_tile(
-                    Values, value_ids, tile, origin, boxes, head_shift, tail_shift, kv_head, boxed, full, stage, 0,
-                    BLOCK, BOX, V_PIECES,
-                )  # fmt: skip
-            else:
-                copy_step(
-                    Keys, Values, value_ids, tile, of_values, origin, boxes, head_shift, tail_shift, kv_head, boxed,
-                    full, stage, BLOCK, BOX, K_PIECES, V_PIECES,
-                )  # fmt: skip
+            copy_step(
+                Keys, Values, value_ids, tile, of_values, origin, boxes, head_shift, tail_shift, kv_head, boxed, full,
+                stage, BLOCK, BOX, K_PIECES, V_PIECES, ONE_SEGMENT,
+            )  # fmt: skip
 
     # --- the query, which has arrived by now ---
     for i in gl.static_range(K_PIECES):
@@ -368,16 +362,11 @@ def swa_decode_split_hopper(
                 products = query_key(weight_tiles, QUERY_AT, slots, slot, BLOCK_M, K_PIECES, PRODUCT)
                 if next_step < 2 * tiles:
                     barrier()
-                    if ONE_SEGMENT and i + STAGES >= SEGMENT:
-                        copy_tile(
-                            Values, next_ids, next_tile, origin, boxes, head_shift, tail_shift, kv_head, boxed, full,
-                            slot, 0, BLOCK, BOX, V_PIECES,
-                        )  # fmt: skip
-                    else:
-                        copy_step(
-                            Keys, Values, next_ids, next_tile, next_of_values, origin, boxes, head_shift, tail_shift,
-                            kv_head, boxed, full, slot, BLOCK, BOX, K_PIECES, V_PIECES,
-                        )  # fmt: skip
+                    copy_step(
+                        Keys, Values, next_ids, next_tile, next_of_values, origin, boxes, head_shift, tail_shift,
+                        kv_head, boxed, full, slot, BLOCK, BOX, K_PIECES, V_PIECES,
+                        ONE_SEGMENT and i + STAGES >= SEGMENT,
+                    )  # fmt: skip
                 # An unknown page makes the logits of the rows that see it NaN.
                 products = products * gl.where(known, qk_scale, float("nan"))[:, None]
                 if softcap is not None:
@@ -420,16 +409,10 @@ def swa_decode_split_hopper(
             accumulator = weigh_values(tile_weights, slots, slot, accumulator, V_PIECES)
             if next_step < 2 * tiles:
                 barrier()
-                if ONE_SEGMENT:
-                    copy_tile(
-                        Values, next_ids, next_tile, origin, boxes, head_shift, tail_shift, kv_head, boxed, full, slot,
-                        0, BLOCK, BOX, V_PIECES,
-                    )  # fmt: skip
-                else:
-                    copy_step(
-                        Keys, Values, next_ids, next_tile, next_of_values, origin, boxes, head_shift, tail_shift,
-                        kv_head, boxed, full, slot, BLOCK, BOX, K_PIECES, V_PIECES,
-                    )  # fmt: skip
+                copy_step(
+                    Keys, Values, next_ids, next_tile, next_of_values, origin, boxes, head_shift, tail_shift, kv_head,
+                    boxed, full, slot, BLOCK, BOX, K_PIECES, V_PIECES, ONE_SEGMENT,
+                )  # fmt: skip
 
     # --- store ---
     if VScale is not None:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from swa_plan import DeviceProfile, Plan
+from swa_plan import LAYOUTS, DeviceProfile, Plan
 from swa_torch import PagedCache, _device, _planning, _repeat, _resolve, plan_for, swa_decode
 from swa_torch._call import DecodeCall
 from tests.torch.helpers import make_step
@@ -27,14 +27,6 @@ from swa_torch._triton import _launch as portable
 
 H200 = DeviceProfile.named("h200")
 WINDOW = 40
-LAYOUTS = [
-    "pages block kv_heads dim",
-    "pages kv_heads block dim",
-    "kv pages block kv_heads dim",
-    "pages kv block kv_heads dim",
-    "pages kv_heads block (kv dim)",
-    "pages block kv_heads (kv dim)",
-]
 
 
 class StandIn:

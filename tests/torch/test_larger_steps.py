@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from swa_plan import CacheLayout, cases, tolerance
+from swa_plan import LAYOUTS, CacheLayout, cases, tolerance
 from swa_plan.cases import Case
 from tests.contract.backends import inputs_for, plan_for, run, same_bits
 from tests.contract.torch_runner import GPU_BACKENDS
@@ -112,11 +112,7 @@ def test_repeats_agree_on_a_busy_gpu(name, backend):
 
 # Pages smaller than a tile, as large, larger, no power of two, and not of whole 16-byte rows of it.
 @pytest.mark.parametrize("block", [16, 24, 32, 48, 64, 128, 256, 528])
-@pytest.mark.parametrize(
-    "layout",
-    ["pages block kv_heads dim", "pages kv_heads block dim", "kv pages block kv_heads dim",
-     "pages kv block kv_heads dim", "pages kv_heads block (kv dim)", "pages block kv_heads (kv dim)"],
-)  # fmt: skip
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_page_size_in_every_layout(layout, block, backend, hopper_launches):
     check(
         larger("pages", "pages of every size", seq_lens=(1200, 528, 33), block=block, layout=layout, heads=32,
